@@ -1,0 +1,135 @@
+"""The report that train_ppo.py ends with: SFT model, best of n, and PPO, measured against each other and the best possible.
+
+Everything is measured on the validation prompts, with fresh samples. Each figure stands beside its standard error, which
+treats the prompts as a random sample of all prompts. The equations are in section 7 of minippo.py.
+"""
+
+import json
+import math
+import time
+from pathlib import Path
+
+import torch
+
+from minippo import best_of_n, evaluate_actions, generate, optimal_objective
+
+PROMPTS = 1024  # validation prompts used at most
+FEW, MANY = 128, 256  # for best of n and the optimum: so many of the prompts, so many responses of the SFT model to each
+CHUNK = 512  # responses sampled at a time
+
+
+def respond(policy, ref, score, prompts, n, tokenizer, ppo, judge=None):
+    """n responses to each of P prompts -> dict of tensors (P, n), "judge" among them if there is one; and the texts."""
+    rows = [prompt for prompt in prompts for _ in range(n)]
+    parts, texts = [], []
+    for start in range(0, len(rows), CHUNK):
+        tokens, mask, logprobs = generate(policy, rows[start : start + CHUNK], ppo.max_new_tokens, ppo.temperature)
+        kl = torch.zeros(len(tokens), device=tokens.device)
+        if policy is not ref:
+            with torch.no_grad():
+                kl = (logprobs - evaluate_actions(ref, tokens, mask, ppo.temperature)[0]).sum(1)
+        parts.append(torch.stack([*score(tokens, mask), kl, mask.sum(1)]).float().cpu())
+        texts += [tokenizer.decode(ids[response].tolist()) for ids, response in zip(tokens[:, 1:], mask)]
+    measured = dict(zip(("score", "ended", "kl", "length"), torch.cat(parts, 1).view(4, len(prompts), n)))
+    if judge:
+        grades = [judge(tokenizer.decode(row), text) for row, text in zip(rows, texts)]
+        measured["judge"] = torch.tensor(grades).view(len(prompts), n)
+    return measured, texts
+
+
+def estimate(name, x):
+    """x (P,) or (P, n), independent over prompts -> {name: mean, name_se: standard error}."""
+    x = x.double().view(len(x), -1).mean(1)
+    return {name: x.mean().item(), f"{name}_se": (x.std() / math.sqrt(len(x))).item()}
+
+
+def means(measured):
+    """The estimates of all figures, under the names that they have in the report."""
+    called = {"ended": "eos_rate", "length": "response_length"}
+    out = {}
+    for name, x in measured.items():
+        out |= estimate(called.get(name, name), x)
+    return out
+
+
+def optimality(J, J_sft, J_best):
+    """(J(PPO) - J(SFT)) / (J* - J(SFT)) from (P,) each, a ratio of means, with its standard error by the delta method."""
+    gained, possible = (J - J_sft).double(), (J_best - J_sft).double()
+    ratio = gained.mean() / possible.mean()
+    error = (gained - ratio * possible).std() / math.sqrt(len(gained)) / possible.mean()
+    return {"optimality": ratio.item(), "optimality_se": error.item()}
+
+
+def make_report(policy, sft, score, prompts, tokenizer, run, ppo, facts):
+    """-> the dict of out/report.json. facts: {"sft": ..., "rm": ...}, the validation figures that came with the models."""
+    start, ceilings, judge = time.perf_counter(), {}, None
+    if (run.data / "ceilings.json").exists():  # the default data knows the truth; other data has no judge and no ceilings
+        from data.zoo import judge
+
+        ceilings = json.loads((run.data / "ceilings.json").read_text())
+    torch.manual_seed(run.seed)
+    prompts = [prompts[i] for i in torch.randperm(len(prompts))[:PROMPTS]]
+    few, beta = prompts[:FEW], ppo.kl_coef
+    settings = (tokenizer, ppo, judge)
+    before, before_texts = respond(sft, sft, score, prompts, 2, *settings)
+    after, after_texts = respond(policy, sft, score, prompts, 2, *settings)
+    many, _ = respond(sft, sft, score, few, MANY, *settings)
+    again, _ = respond(policy, sft, score, few, 16, *settings)
+
+    report = {"sft": facts["sft"] | means(before), "rm": facts["rm"], "ppo": means(after), "best_of_n": {}}
+    if beta > 0:  # at beta = 0 nothing but the reward model's reach limits the optimum
+        J_sft, J_ppo = many["score"].mean(1), (again["score"] - beta * again["kl"]).mean(1)
+        report["ppo"] |= optimality(J_ppo, J_sft, optimal_objective(many["score"], beta))
+    for n in (4, 16, 64):
+        best = {name: best_of_n(many["score"], many[name], n) for name in ("judge", "score") if name in many}
+        report["best_of_n"][str(n)] = means(best) | {"kl": math.log(n) - (n - 1) / n}
+    if judge:
+        wins = (after["judge"] > before["judge"]).float() + 0.5 * (after["judge"] == before["judge"]).float()
+        report["ppo"] |= estimate("win_rate_vs_sft", wins)
+        report["sft"]["entropy_floor"] = ceilings["val_nats"] / facts["sft"]["val_tokens"]
+        report["rm"] |= {"label_ceiling": ceilings["label_accuracy"], "label_loss_floor": ceilings["label_loss"]}
+        report["best_judge"] = ceilings["best_judge"]
+    report |= {"beta": beta, "seed": run.seed, "samples": []}
+    for i in range(min(6, len(prompts))):
+        sample = {"prompt": tokenizer.decode(prompts[i]), "sft": before_texts[2 * i], "ppo": after_texts[2 * i]}
+        report["samples"].append(sample | {"score": after["score"][i, 0].item(), "kl": after["kl"][i, 0].item()})
+    models = Path(ppo.models or run.out)
+    logs = {"sft": models / "sft.jsonl", "rm": models / "rm.jsonl", "ppo": run.out / "ppo.jsonl"}
+    report["seconds"] = {name: last_seconds(path) for name, path in logs.items() if path.exists()}
+    report["seconds"]["report"] = round(time.perf_counter() - start, 2)
+    return report
+
+
+def last_seconds(path):
+    return json.loads(path.read_text().splitlines()[-1])["seconds"]
+
+
+def print_report(report):
+    sft, rm, ppo = report["sft"], report["rm"], report["ppo"]
+
+    def cell(row, name, digits=2):
+        if name not in row:
+            return f"{'-':>14}"
+        error = f" ±{row[name + '_se']:.{digits}f}" if name + "_se" in row else ""
+        return f"{row[name]:.{digits}f}{error}".rjust(14)
+
+    names = ["judge"] * ("judge" in sft) + ["score", "kl", "eos_rate", "response_length"]
+    print("\n" + " " * 16 + "".join(name.rjust(14 if name != "response_length" else 17) for name in names))
+    rows = {"SFT": sft, **{f"best of {n}": row for n, row in report["best_of_n"].items()}, "PPO": ppo}
+    for name, row in rows.items():
+        print(f"{name:<16}" + "".join(cell(row, name, 3 if name == "eos_rate" else 2) for name in names))
+    if "judge" in sft:
+        print(f"{'best possible':<16}{report['best_judge']:>9.2f}")
+    floor = f" (entropy of the data {sft['entropy_floor']:.4f})" if "entropy_floor" in sft else ""
+    print(f"\nSFT validation loss {sft['val_loss']:.4f} ± {sft['val_loss_se']:.4f} nats/token{floor}")
+    ceiling = f" (the judge itself {rm['label_ceiling']:.3f})" if "label_ceiling" in rm else ""
+    print(f"reward model, validation pairs right {rm['val_accuracy']:.3f} ± {rm['val_accuracy_se']:.3f}{ceiling}")
+    if "win_rate_vs_sft" in ppo:
+        print(f"PPO wins against SFT {ppo['win_rate_vs_sft']:.3f} ± {ppo['win_rate_vs_sft_se']:.3f} (by the judge, ties half)")
+    if "optimality" in ppo:
+        print(f"optimality {ppo['optimality']:.3f} ± {ppo['optimality_se']:.3f}: the part of the way from SFT to the best possible", end=" ")
+        print(f"value of score - {report['beta']:g} KL that PPO has come")
+    print("\nSamples, before and after:")
+    for sample in report["samples"]:
+        print(f"  {sample['prompt']}\n    SFT {sample['sft']}\n    PPO {sample['ppo']}   (score {sample['score']:.2f}, KL {sample['kl']:.2f})")
+    print("seconds: " + ", ".join(f"{name} {seconds:.0f}" for name, seconds in report["seconds"].items()))

@@ -1,0 +1,1 @@
+"""The default data set: `zoo.py` makes it and judges answers to it."""

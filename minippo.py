@@ -1,0 +1,1008 @@
+"""minippo: RLHF with PPO, from scratch, in one file. Read it from top to bottom.
+
+Three stages turn a language model that merely imitates into one that does what people prefer:
+
+    train_sft.py   supervised fine-tuning (SFT): imitate demonstrations                       -> out/sft.pt
+    train_rm.py    reward model: learn from pairs of answers which of the two people prefer   -> out/rm.pt
+    train_ppo.py   PPO: raise the reward model's score, but stay close to the SFT model       -> out/ppo.pt
+
+What the third stage maximises, for prompts x, responses y drawn from the policy pi, and reward model r, is
+
+    J(pi) = E[ r(x, y) ] - beta * KL(pi || ref)          (InstructGPT, arXiv:2203.02155, eq. 2 without its last term)
+
+where ref, the reference, is a frozen copy of the SFT model. Four networks take part: the policy (trained), a value
+function (trained, by default a second head on the policy), the reward model (frozen) and the reference (frozen).
+
+Shapes: B rows of a batch, T positions, C channels, H heads, V vocabulary, N response tokens of a whole batch.
+
+One convention holds everywhere. A row is prompt, response, padding; it starts at column 0, so that causal attention
+never sees the padding and no attention mask is needed. Choosing token t + 1 is the action taken in the state "tokens
+0 .. t have been read", and everything about it stands at index t. With a prompt of two tokens, a response of two
+tokens and the end-of-text token, and one column of padding:
+
+    column           0      1      2      3      4      5
+    tokens           What   ?      A      bee    <eot>  pad        (B, T)
+    index t          0      1      2      3      4                 (B, T-1)
+    action           ?      A      bee    <eot>  pad               tokens[:, t + 1]
+    mask             .      x      x      x      .                 is the action part of the response?
+    logprobs         0      l1     l2     l3     0                 log pi(action | tokens 0 .. t)
+    values           0      v1     v2     v3     0                 expected reward from here on, before the action
+    rewards          0      r1     r2     r3     0                 the reward model's score is paid inside r3
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections import Counter, defaultdict
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import regex  # comes with tiktoken
+import tiktoken
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+inf = float("inf")
+
+
+class UserError(ValueError):
+    """Something the user can put right. The scripts print it on one line and exit with status 2."""
+
+
+def option(default, help, low=-inf, high=inf):
+    """A field of a settings class that is a command-line flag too: default, help, and the range that it must lie in."""
+    return dataclasses.field(default=default, metadata={"help": help, "low": low, "high": high})
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 1. Text: from JSON lines to token ids
+#
+# A byte-level BPE vocabulary is learned from the data at hand (Sennrich et al., arXiv:1508.07909, on bytes as in GPT-2):
+# start from the 256 single bytes; again and again make the most frequent pair of neighbours one new token.
+
+# How GPT-2 cuts text into words before any merging; no token ever spans two of these pieces.
+SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def merge(parts, new):
+    """Join each pair of neighbours that spells `new`, from left to right: merge([a, b, c], ab) -> [ab, c]."""
+    merged = []
+    for part in parts:
+        if merged and merged[-1] + part == new:
+            merged[-1] = new
+        else:
+            merged.append(part)
+    return merged
+
+
+class Tokenizer:
+    """Text to token ids and back. `tokens` holds the bytes of each token in the order of the ids.
+
+    One more id follows, `eot`: end-of-text, which ends every response. It is special: `encode` never produces it,
+    whatever the text says, so that nothing a user types can end a document.
+    """
+
+    def __init__(self, tokens):
+        self.tokens, self.eot, self.vocab_size = tokens, len(tokens), len(tokens) + 1
+        ranks = {token: rank for rank, token in enumerate(tokens)}
+        self.bpe = tiktoken.Encoding("minippo", pat_str=SPLIT, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": self.eot})
+
+    def encode(self, text):
+        return self.bpe.encode_ordinary(text)
+
+    def decode(self, ids):
+        return self.bpe.decode([i for i in ids if i != self.eot])
+
+    @classmethod
+    def train(cls, texts, vocab_size):
+        """Learn a vocabulary of at most `vocab_size` ids, fewer when the texts have no pair left that occurs twice."""
+        words = Counter(piece for text in texts for piece in regex.findall(SPLIT, text))
+        parts = {word: [bytes([b]) for b in word.encode(errors="replace")] for word in words}
+        pairs, where = Counter(), defaultdict(set)  # bytes of two neighbours joined: how often, and in which words
+
+        def count(word, sign):
+            for a, b in zip(parts[word], parts[word][1:]):
+                pairs[a + b] += sign * words[word]
+                where[a + b].add(word)
+
+        for word in words:
+            count(word, +1)
+        tokens = [bytes([b]) for b in range(256)]
+        while pairs and len(tokens) + 1 < vocab_size:
+            new = max(pairs, key=lambda pair: (pairs[pair], pair))  # the second entry makes ties the same on every machine
+            if pairs[new] < 2:
+                break
+            tokens.append(new)
+            for word in where.pop(new):  # only the words that hold the pair change: this makes training take seconds
+                count(word, -1)
+                parts[word] = merge(parts[word], new)
+                count(word, +1)
+            del pairs[new]
+        return cls(tokens)
+
+
+def load_jsonl(path, keys):
+    """Read a JSON-lines file and return a tuple of strings per row, in the order of `keys`; other keys are ignored.
+
+    Blank lines, CRLF line ends and a byte-order mark are fine. Anything else that is not a row raises UserError with
+    the file, the line, the key and what was found.
+    """
+    try:
+        lines = Path(path).read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); it should hold one JSON object a line with {keys}")
+    rows = []
+    for number, line in enumerate(lines, 1):
+        where = f"{path}, line {number}"
+        try:
+            text = line.decode("utf-8-sig").strip()
+            row = json.loads(text) if text else None
+        except UnicodeDecodeError as error:
+            raise UserError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8")
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where}: not JSON ({error}); it should be one object with the keys {', '.join(keys)}")
+        if not text:
+            continue
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: found {type(row).__name__} where an object with {', '.join(keys)} should be")
+        for key in keys:
+            if key not in row:
+                raise UserError(f"{where}: no key {key!r}; found {', '.join(map(repr, row)) or 'no key at all'}")
+            if not isinstance(row[key], str):
+                raise UserError(f"{where}: the value of {key!r} should be a string, found {json.dumps(row[key])[:40]}")
+        rows.append(tuple(row[key] for key in keys))
+    if not rows:
+        raise UserError(f"{path}: no rows; it should hold one JSON object a line with {', '.join(keys)}")
+    return rows
+
+
+def pad(sequences, device="cpu"):
+    """Lists of ids -> tokens (B, T), every row from column 0 and padded on the right, and lengths (B,)."""
+    lengths = torch.tensor([len(ids) for ids in sequences])
+    tokens = torch.zeros(len(sequences), int(lengths.max()), dtype=torch.long)
+    for row, ids in zip(tokens, sequences):
+        row[: len(ids)] = torch.tensor(ids)
+    return tokens.to(device), lengths.to(device)
+
+
+def response_mask(prompt_lengths, lengths, columns):
+    """(B,), (B,), T -> (B, T-1): true at t where token t + 1 belongs to the response, its end token included."""
+    action = torch.arange(1, columns, device=lengths.device)
+    return (action >= prompt_lengths[:, None]) & (action < lengths[:, None])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 2. The networks
+#
+# A GPT-2 (Radford et al. 2019): learned positions, pre-norm blocks, GELU, a vocabulary head that shares its weights with
+# the token embedding. The policy adds a value head, one number per position; the reward model has a score head instead.
+
+
+@dataclass
+class GPTConfig:
+    vocab_size: int = option(1024, "tokens in the vocabulary; the last one is end-of-text", 257, 1_000_000)
+    context: int = option(128, "longest prompt and response together, in tokens", 8)
+    layers: int = option(3, "transformer blocks", 1)
+    heads: int = option(4, "attention heads", 1)
+    channels: int = option(128, "width of the model; a multiple of heads", 1)
+    dropout: float = option(0.0, "share of activations dropped in training; never in PPO", 0, 0.9)
+    separate_critic: bool = False  # a value network of its own instead of a second head on the policy
+
+    def __post_init__(self):
+        if self.channels % self.heads:
+            raise UserError(f"channels ({self.channels}) must be a multiple of heads ({self.heads})")
+
+    @property
+    def eot(self):
+        return self.vocab_size - 1
+
+
+class Attention(nn.Module):
+    """Causal self-attention of several heads: every position reads from itself and from those before it."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.heads, self.dropout = config.heads, config.dropout
+        self.qkv = nn.Linear(config.channels, 3 * config.channels)
+        self.out = nn.Linear(config.channels, config.channels)
+
+    def forward(self, x, cache=None, positions=None, visible=None):
+        B, T, C = x.shape
+        q, k, v = self.qkv(x).view(B, T, 3, self.heads, C // self.heads).unbind(2)  # (B, T, H, C/H) each
+        if cache is not None:  # decoding: keep k and v at their columns, attend to all columns kept so far
+            rows = torch.arange(B, device=x.device)[:, None]
+            for kept, new in zip(cache, (k, v)):
+                kept[rows, positions] = new
+            k, v = cache  # (B, columns, H, C/H)
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+            attn_mask=visible, is_causal=visible is None, dropout_p=self.dropout if self.training else 0.0,
+        )  # (B, H, T, C/H)
+        return self.out(y.transpose(1, 2).reshape(B, T, C))
+
+
+class Block(nn.Module):
+    """x + attention, then x + MLP, each reading a normalised x (pre-norm)."""
+
+    def __init__(self, config):
+        super().__init__()
+        C = config.channels
+        self.norm1, self.attention = nn.LayerNorm(C), Attention(config)
+        self.norm2, self.mlp = nn.LayerNorm(C), nn.Sequential(nn.Linear(C, 4 * C), nn.GELU("tanh"), nn.Linear(4 * C, C))
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x, **decoding):
+        x = x + self.dropout(self.attention(self.norm1(x), **decoding))
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+class Trunk(nn.Module):
+    """tokens (B, T) -> hidden states (B, T, C): the body that the heads of all four networks stand on."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab_size, config.channels)
+        self.positions = nn.Embedding(config.context, config.channels)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.channels)
+        std = 0.02 * math.sqrt(768 / config.channels)  # GPT-2's 0.02, carried over to other widths
+        for name, parameter in self.named_parameters():
+            if name.endswith(("out.weight", "mlp.2.weight")):  # less, where 2 x layers branches add up
+                nn.init.normal_(parameter, std=std / math.sqrt(2 * config.layers))
+            elif parameter.dim() == 2:
+                nn.init.normal_(parameter, std=std)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, tokens, cache=None, positions=None):
+        """With a cache, `positions` (B, T) says at which column each token stands; without, 0, 1, 2, ..."""
+        visible = None
+        if cache is None:
+            positions, cache = torch.arange(tokens.shape[1], device=tokens.device), [None] * len(self.blocks)
+        else:  # each row has its own length: it sees the columns up to its own position, whatever lies beyond
+            columns = torch.arange(cache[0][0].shape[1], device=tokens.device)
+            visible = columns <= positions[:, None, :, None]  # (B, 1, T, columns), the same for all heads
+        x = self.dropout(self.tokens(tokens) + self.positions(positions))  # (B, T, C)
+        for block, kept in zip(self.blocks, cache):
+            x = block(x, cache=kept, positions=positions, visible=visible)
+        return self.norm(x)
+
+    def new_cache(self, rows, columns):
+        """Keys and values of each block, (rows, columns, H, C/H): filled while decoding, so that nothing is read twice."""
+        heads, C = self.blocks[0].attention.heads, self.tokens.embedding_dim
+        return [[self.tokens.weight.new_zeros(rows, columns, heads, C // heads) for _ in "kv"] for _ in self.blocks]
+
+
+class GPT(nn.Module):
+    """The policy: a trunk with a vocabulary head (which token next?) and a value head (how much reward to come?)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.trunk = Trunk(config)
+        self.critic = Trunk(config) if config.separate_critic else None
+        self.lm_head = nn.Linear(config.channels, config.vocab_size, bias=False)
+        self.lm_head.weight = self.trunk.tokens.weight
+        self.value_head = nn.Linear(config.channels, 1)
+        nn.init.zeros_(self.value_head.weight)  # values start at 0: no opinion, rather than a random one
+        nn.init.zeros_(self.value_head.bias)
+
+    def hidden(self, tokens):
+        """tokens (B, T) -> what the vocabulary head reads and what the value head reads, (B, T, C) each."""
+        hidden = self.trunk(tokens)
+        return hidden, hidden if self.critic is None else self.critic(tokens)
+
+    def forward(self, tokens):
+        """tokens (B, T) -> logits (B, T, V) and values (B, T); both at t belong to the choice of token t + 1."""
+        hidden, value_hidden = self.hidden(tokens)
+        return self.lm_head(hidden), self.value_head(value_hidden).squeeze(-1)
+
+    def with_critic(self, reward_model):
+        """A copy whose values come from a network of its own, which starts as the reward model (as in InstructGPT)."""
+        policy = GPT(dataclasses.replace(self.config, separate_critic=True)).to(self.lm_head.weight)
+        policy.load_state_dict(self.state_dict(), strict=False)
+        policy.critic.load_state_dict(reward_model.trunk.state_dict())
+        head, std = reward_model.score_head, reward_model.std
+        with torch.no_grad():  # value = normalised score = (raw - mean) / std
+            policy.value_head.weight.copy_(head.weight / std)
+            policy.value_head.bias.copy_((head.bias - reward_model.mean) / std)
+        return policy
+
+
+class RewardModel(nn.Module):
+    """Scores a whole row, prompt and response, with one number: how much people would like it.
+
+    Made from a GPT it starts with a copy of that trunk. Only differences of raw scores have a meaning (they are log-odds);
+    `mean` and `std`, set after training, put them on a scale that is the same for every reward model.
+    """
+
+    def __init__(self, config_or_gpt):
+        super().__init__()
+        gpt = config_or_gpt if isinstance(config_or_gpt, GPT) else None
+        self.config = gpt.config if gpt else config_or_gpt
+        self.trunk = deepcopy(gpt.trunk) if gpt else Trunk(self.config)
+        self.score_head = nn.Linear(self.config.channels, 1)
+        nn.init.normal_(self.score_head.weight, std=1 / math.sqrt(self.config.channels + 1))
+        nn.init.zeros_(self.score_head.bias)
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("std", torch.ones(()))
+
+    def raw_scores(self, tokens, lengths):
+        """tokens (B, T), lengths (B,) -> (B,), read at the last token of each row, the only one that has seen it all."""
+        rows = torch.arange(len(tokens), device=tokens.device)
+        last = self.trunk(tokens)[rows, lengths - 1]  # (B, C)
+        return self.score_head(last).squeeze(-1).float()
+
+    def forward(self, tokens, lengths):
+        """The same, normalised: 0 for an average answer of the SFT model, 1 for one standard deviation above it."""
+        return (self.raw_scores(tokens, lengths) - self.mean) / self.std
+
+
+def frozen_copy(model):
+    """A copy that is never trained and drops nothing: the reference, or a reward model in use."""
+    import copy
+
+    frozen = copy.deepcopy(model).eval()
+    return frozen.requires_grad_(False)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 3. Log-probabilities, and averages over responses
+#
+# Sums and means run over the response tokens alone: x[mask] picks them, so that padding and prompts, whatever they hold,
+# cannot reach a loss, a gradient or a metric.
+
+
+def gather_logprobs(logits, targets, temperature=1.0):
+    """log softmax(logits / temperature) at the targets: (..., V), (...) -> (...), any leading shape, no shift inside."""
+    flat = logits.flatten(0, -2) / temperature
+    # cross_entropy is -log softmax at the target, without ever holding the log-softmax of all V tokens
+    return -torch.nn.functional.cross_entropy(flat, targets.flatten(), reduction="none").view(targets.shape)
+
+
+def masked_mean(x, mask):
+    """Mean of x where mask is true, a scalar; x and mask have one shape."""
+    return x[mask].mean()
+
+
+def whiten(x, mask):
+    """Shift and scale x to mean 0 and standard deviation 1 over the mask; 0 outside of it. The shape stays."""
+    inside = x[mask]
+    whitened = (x - inside.mean()) / (inside.std(correction=0) + 1e-8)
+    return torch.where(mask, whitened, 0.0)
+
+
+def evaluate_actions(policy, tokens, mask, temperature=1.0):
+    """What the policy thinks of the actions taken. The one place where states and actions are shifted against each other.
+
+    tokens (B, T), mask (B, T-1) -> logprobs, values, entropy, (B, T-1) each and 0 outside the mask. `logprobs` and
+    `entropy` (both in nats) are those of softmax(logits / temperature), the distribution that `generate` samples from.
+    """
+    states, actions = tokens[:, :-1], tokens[:, 1:]
+    hidden, value_hidden = policy.hidden(states)  # (B, T-1, C)
+    # Vocabulary logits for response tokens only: V is far wider than C, and prompts and padding need none.
+    logits = policy.lm_head(hidden[mask]).float() / temperature  # (N, V)
+    logprobs = gather_logprobs(logits, actions[mask])  # (N,)
+    values = policy.value_head(value_hidden[mask]).squeeze(-1).float()  # (N,)
+    entropy = torch.logsumexp(logits, -1) - (logits.softmax(-1) * logits).sum(-1)  # (N,): H = log Z - E[logit]
+    blank = torch.zeros(mask.shape, device=mask.device)
+    return [blank.masked_scatter(mask, x) for x in (logprobs, values, entropy)]
+
+
+def last_action(mask):
+    """mask (B, T-1) -> (B,): the index of the last action of each response; its token stands one column further on."""
+    return (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 4. Sampling
+#
+# Prompts of different lengths, all from column 0. They are read in one go; then each row writes its next token at its own
+# position, and the cache of keys and values spares reading a row again for every token.
+
+
+def keep_likeliest(logits, top_k, top_p):
+    """Set all but the likeliest tokens of logits (B, V) to -inf: the first top_k, the fewest that reach mass top_p.
+
+    Only for reading samples of a finished model: PPO samples from the full distribution, the one that it scores.
+    """
+    ranked, order = logits.sort(-1, descending=True)
+    mass_before = ranked.softmax(-1).cumsum(-1) - ranked.softmax(-1)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    drop = (mass_before >= top_p) | (rank >= (top_k or len(rank)))
+    drop[..., 0] = False
+    return logits.masked_fill(drop.scatter(-1, order, drop), -inf)
+
+
+def columns(cache, count):
+    """The first columns of a key/value cache: those that any row has reached."""
+    return [[x[:, :count] for x in kv] for kv in cache]
+
+
+@torch.no_grad()
+def generate(policy, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0):
+    """Sample one response to each prompt, until end-of-text, max_new_tokens, or the end of the context.
+
+    prompts: B non-empty lists of ids, each shorter than the context (else ValueError). Returns tokens (B, T),
+    mask (B, T-1), and the log-probability of each sampled token, (B, T-1), in nats, 0 outside the mask.
+    """
+    if not all(0 < len(prompt) < policy.config.context for prompt in prompts):
+        raise ValueError(f"a prompt must have between 1 and {policy.config.context - 1} tokens (the context less one)")
+    prompt_tokens, lengths = pad(prompts, policy.lm_head.weight.device)
+    B, longest = prompt_tokens.shape
+    T = min(longest + max_new_tokens, policy.config.context)
+    tokens = F.pad(prompt_tokens, (0, T - longest))
+    mask = torch.zeros_like(tokens[:, 1:], dtype=torch.bool)
+    logprobs = torch.zeros_like(mask, dtype=torch.float)
+
+    rows = torch.arange(B, device=tokens.device)  # the rows still in work
+    alive = torch.ones_like(rows, dtype=torch.bool)
+    position = lengths  # the column that each row writes next
+    cache = policy.trunk.new_cache(B, T)
+    hidden = policy.trunk(prompt_tokens, columns(cache, longest), torch.arange(longest, device=tokens.device).expand(B, -1))
+    hidden = hidden[rows, lengths - 1]  # (B, C): after the last token of each prompt
+    for reach in range(longest + 1, longest + max_new_tokens + 1):
+        logits = policy.lm_head(hidden).float() / temperature  # (B, V)
+        choices = keep_likeliest(logits, top_k, top_p) if top_k or top_p < 1 else logits
+        token = torch.multinomial(choices.softmax(-1), 1).squeeze(1)  # (B,)
+        tokens[rows, position] = token
+        mask[rows, position - 1] = alive
+        logprobs[rows, position - 1] = torch.where(alive, gather_logprobs(logits, token), 0.0)
+
+        # A row that has ended writes on, outside of its mask, until half of the rows have ended and all those are dropped.
+        alive = alive & (token != policy.config.eot) & (position + 1 < T)
+        if 2 * alive.sum() < len(rows):
+            rows, token, position, cache = rows[alive], token[alive], position[alive], [[x[alive] for x in kv] for kv in cache]
+            alive = alive[alive]
+        if len(rows) == 0:
+            break
+        hidden = policy.trunk(token[:, None], columns(cache, reach), position[:, None])[:, 0]  # (B, C)
+        position = (position + 1).clamp(max=T - 1)
+    T = int(last_action(mask).max()) + 2  # cut the columns that no response has reached
+    return tokens[:, :T], mask[:, : T - 1], logprobs[:, : T - 1]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 5. The reward model's loss
+#
+# Bradley and Terry (1952): people prefer answer a to answer b with probability sigmoid(score(a) - score(b)).
+
+
+def reward_model_loss(chosen_scores, rejected_scores):
+    """(B,), (B,) -> the mean negative log-likelihood of the choices (InstructGPT, eq. 1), and stats."""
+    margin = chosen_scores - rejected_scores
+    loss = -torch.nn.functional.logsigmoid(margin).mean()
+    accuracy = (margin > 0).float().mean() + 0.5 * (margin == 0).float().mean()  # a tie is half a hit
+    return loss, {"accuracy": accuracy.item(), "margin": margin.mean().item()}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 6. PPO (Schulman et al., arXiv:1707.06347), for language (Ziegler et al., arXiv:1909.08593)
+#
+# Each iteration samples responses with the policy as it is now (the *old* policy), has them scored, works out how much
+# better than expected each token turned out (its advantage), and takes a few gradient steps that make good tokens
+# likelier. Two other policies are at work, and they are not to be confused: the old one, a few steps behind, against
+# which the ratio is taken; and the reference, the SFT model, from which the KL penalty keeps the policy from straying.
+
+
+@dataclass
+class PPOConfig:
+    steps: int = option(200, "PPO iterations; each samples, scores and updates once", 1)
+    batch_size: int = option(128, "prompts, and so responses, per iteration", 1)
+    max_new_tokens: int = option(48, "longest response, in tokens", 1)
+    temperature: float = option(1.0, "divides the logits, in sampling and in scoring alike", 0.01)
+    lr: float = option(3e-4, "peak learning rate of AdamW; it falls linearly to 0", 0)
+    warmup: int = option(5, "iterations in which the learning rate climbs to its peak", 0)
+    max_grad_norm: float = option(1.0, "longer gradients are scaled down to this norm", 0)
+    epochs: int = option(4, "passes over each batch of responses", 1)
+    minibatches: int = option(4, "gradient steps per pass", 1)
+    kl_coef: float = option(0.1, "beta, the price of one nat of KL to the reference, paid in the reward", 0)
+    kl_target: float = option(6.0, "KL in nats that the adaptive beta steers to; needs a finite kl_horizon", 1e-6)
+    kl_horizon: float = option(inf, "responses after which the adaptive beta may have changed e-fold; inf: fixed beta", 1)
+    kl_loss_coef: float = option(0.0, "the same penalty, but paid in the loss", 0)
+    gamma: float = option(1.0, "discount per token", 0, 1)
+    lam: float = option(0.95, "GAE's lambda: 0 trusts the value function, 1 the sampled return", 0, 1)
+    clip_eps: float = option(0.2, "the ratio counts only within 1 - clip_eps .. 1 + clip_eps; inf: no clipping", 0)
+    value_clip: float = option(0.2, "the same for the step of a value away from its old one; inf: no clipping", 0)
+    vf_coef: float = option(0.5, "weight of the value loss", 0)
+    entropy_coef: float = option(0.0, "weight of the entropy bonus", 0)
+    length_penalty: float = option(0.0, "taken off the score for each token of the response", 0)
+    missing_eos_penalty: float = option(1.0, "taken off the score of a response that does not end by itself", 0)
+    ref_update_every: int = option(0, "iterations after which the reference becomes a copy of the policy; 0: never", 0)
+    separate_critic: bool = option(False, "a value network of its own, started from the reward model")
+    models: str = option("", "folder of sft.pt and rm.pt; the same as --out unless it is given")
+
+    def __post_init__(self):
+        if self.minibatches > self.batch_size:
+            raise UserError(f"minibatches ({self.minibatches}) must not exceed batch_size ({self.batch_size})")
+
+
+@torch.no_grad()
+def score_responses(reward_model, tokens, mask, eot, length_penalty=0.0, missing_eos_penalty=0.0):
+    """The scores that PPO maximises, (B,), and which responses ended by themselves, (B,).
+
+    tokens (B, T), mask (B, T-1). The reward model's score, less what a long and an unfinished response costs.
+    """
+    last = last_action(mask) + 1  # the column of the last token
+    ended = tokens.gather(1, last[:, None]).squeeze(1) == eot
+    return reward_model(tokens, last + 1) - length_penalty * mask.sum(1) - missing_eos_penalty * ~ended, ended
+
+
+def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
+    """Rewards per token: the price of leaving the reference at every action, the score at the last one.
+
+    scores (B,); logprobs, ref_logprobs (in nats), mask (B, T-1) -> rewards (B, T-1), 0 outside the mask.
+    """
+    # InstructGPT, eq. 2: r_t = -beta * (log pi(a_t | s_t) - log ref(a_t | s_t)). The bracket is the k1 estimate: averaged
+    # over samples of pi it is the KL, so that a policy pays where it has made a token likelier than the reference has it.
+    rewards = torch.where(mask, -kl_coef * (logprobs - ref_logprobs), 0.0)
+    # The reward model judges whole responses: nothing is known before the last token is there.
+    last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
+    rewards[torch.arange(len(mask), device=mask.device), last] += scores
+    return rewards
+
+
+def kl_per_response(logprobs, ref_logprobs, mask):
+    """Two estimates of KL(pi || ref) for each response, in nats, from samples of pi: k1 and k3, (B,) each.
+
+    k1 = sum of log pi - log ref: unbiased, and negative for about as many responses as chance will have it.
+    k3 = sum of ref/pi - 1 - log(ref/pi): unbiased too, never negative, steadier (Schulman, "Approximating KL divergence").
+    """
+    log_ratio = torch.where(mask, ref_logprobs - logprobs, 0.0)  # log ref/pi
+    return -log_ratio.sum(1), (log_ratio.exp() - 1 - log_ratio).sum(1)
+
+
+def adapt_kl_coef(kl_coef, kl, kl_target, responses, kl_horizon):
+    """Raise beta when the KL (nats per response) is above its target, lower it below; kl_horizon = inf leaves it alone."""
+    error = min(max(kl / kl_target - 1, -0.2), 0.2)  # Ziegler et al., section 2.2
+    return kl_coef * (1 + error * responses / kl_horizon)
+
+
+def gae(rewards, values, mask, gamma, lam):
+    """Generalised advantage estimation (Schulman et al., arXiv:1506.02438): all (B, T-1) -> advantages, returns.
+
+    How much better than expected was the action? With lam = 1 the return that followed less the value, which is right
+    on average and noisy; with lam = 0 one reward and the next value, which is steady and as wrong as the values are.
+    After the last action there is nothing to come: the value there is 0, also when the length limit cut the response.
+    """
+    rewards, values = torch.where(mask, rewards, 0.0), torch.where(mask, values, 0.0)
+    advantages = torch.zeros_like(rewards)
+    next_value = next_advantage = torch.zeros_like(rewards[:, 0])
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]  # eq. 10: delta_t = r_t + gamma V_t+1 - V_t
+        next_advantage = delta + gamma * lam * next_advantage  # eq. 16: A_t = delta_t + gamma lam A_t+1
+        advantages[:, t], next_value = next_advantage, values[:, t]
+    advantages = torch.where(mask, advantages, 0.0)
+    return advantages, advantages + values  # the values are trained towards A + V, the TD(lam) return
+
+
+def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
+    """PPO's clipped objective (arXiv:1707.06347, eq. 7) with the sign of a loss; all (B, T-1) -> scalar, stats.
+
+    ratio = pi / old starts at 1. Once an action is likelier by clip_eps than when it was sampled (or less likely, where
+    its advantage is negative), the objective is flat and pushes no further. The min leaves the other side alone: a
+    ratio that has moved in the harmful direction still gets its full gradient back.
+    """
+    logprobs, old_logprobs, advantages = logprobs[mask], old_logprobs[mask], advantages[mask]  # (N,)
+    log_ratio = logprobs - old_logprobs
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps)
+    loss = -torch.min(ratio * advantages, clipped * advantages).mean()
+    with torch.no_grad():
+        stats = {
+            "policy_loss": loss.item(),
+            "approx_kl": (ratio - 1 - log_ratio).mean().item(),  # KL(old || pi) per token, k3
+            "clip_frac": ((ratio - 1).abs() > clip_eps).float().mean().item(),
+            "ratio_max": ratio.max().item(),
+        }
+    return loss, stats
+
+
+def value_loss(values, old_values, returns, mask, clip):
+    """Half the squared error of the values, all (B, T-1) -> scalar, stats.
+
+    As in OpenAI's code, the worse of two errors counts: of the value, and of the value moved at most `clip` away from
+    what it was when the responses were sampled. clip = inf: the plain squared error.
+    """
+    values, old_values, returns = values[mask], old_values[mask], returns[mask]  # (N,)
+    clipped = old_values + (values - old_values).clamp(-clip, clip)
+    loss = 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2).mean()
+    return loss, {"value_loss": loss.item()}
+
+
+def explained_variance(values, returns, mask):
+    """1 - Var(returns - values) / Var(returns) over the mask: 1 foresees everything, 0 no better than a constant."""
+    return (1 - (returns - values)[mask].var() / (returns[mask].var() + 1e-8)).item()
+
+
+def optimizer_step(loss, model, optimizer, max_grad_norm, step):
+    """One move down the gradient of a scalar loss; returns the gradient's norm before it was scaled down.
+
+    Raises UserError, which names the step, when loss or gradient is not finite; the weights are as they were then.
+    """
+    optimizer.zero_grad()
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).item()
+    if not (math.isfinite(loss.item()) and math.isfinite(norm)):
+        raise UserError(f"step {step}: the loss is {loss.item()}, the norm of its gradient {norm}; try a smaller --lr")
+    optimizer.step()
+    return norm
+
+
+def ppo_update(policy, optimizer, batch, config, step=0):
+    """One PPO update: epochs x minibatches gradient steps on one batch of responses. Returns the mean stats.
+
+    batch: tokens (B, T), and (B, T-1) each: mask, logprobs and values (both recorded at rollout, so *old* by now),
+    ref_logprobs, advantages, returns.
+    """
+    sums, weights = Counter(), 0
+    ratio_max = 0.0
+    for _ in range(config.epochs):
+        for rows in torch.randperm(len(batch["tokens"]), device=batch["tokens"].device).tensor_split(config.minibatches):
+            columns = int(last_action(batch["mask"][rows]).max()) + 1  # cut the minibatch to its longest row
+            old = {name: x[rows, :columns] for name, x in batch.items()}
+            mask, tokens = old["mask"], batch["tokens"][rows, : columns + 1]
+
+            logprobs, values, entropy = evaluate_actions(policy, tokens, mask, config.temperature)
+            actor, actor_stats = policy_loss(logprobs, old["logprobs"], old["advantages"], mask, config.clip_eps)
+            critic, critic_stats = value_loss(values, old["values"], old["returns"], mask, config.value_clip)
+            # k2 = (log pi - log ref)^2 / 2: its gradient is, on average, that of the KL; k1's is 0 and k3's another one
+            kl_loss = masked_mean(0.5 * (logprobs - old["ref_logprobs"]) ** 2, mask)
+            entropy = masked_mean(entropy, mask)
+            loss = actor + config.vf_coef * critic - config.entropy_coef * entropy + config.kl_loss_coef * kl_loss
+            norm = optimizer_step(loss, policy, optimizer, config.max_grad_norm, step)
+
+            stats = {"loss": loss.item(), **actor_stats, **critic_stats, "entropy": entropy.item(), "grad_norm": norm}
+            ratio_max, tokens = max(ratio_max, stats.pop("ratio_max")), int(mask.sum())
+            sums.update({name: tokens * x for name, x in stats.items()})
+            weights += tokens
+    return {name: total / weights for name, total in sums.items()} | {"ratio_max": ratio_max}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 7. How good can it get?
+#
+# For a fixed reference, reward and beta, the best policy is known: pi*(y | x) ~ ref(y | x) exp(r(x, y) / beta). Samples of
+# the reference alone tell how well it does, and how well PPO could do. (Derived in Korbak et al., arXiv:2205.11275.)
+
+
+def optimal_objective(scores, kl_coef):
+    """The largest E[r] - beta KL that any policy reaches: scores (P, M) of M reference samples per prompt -> (P,).
+
+    J*(x) = beta log E_ref[exp(r / beta)], with the mean over the samples for E. A little low for small M.
+    """
+    return kl_coef * (torch.logsumexp(scores / kl_coef, 1) - math.log(scores.shape[1]))
+
+
+def best_of_n(scores, values, n):
+    """The expected value of the sample with the best score among n: scores, values (P, M) -> (P,).
+
+    Exact over all subsets of n out of the M samples: the one ranked k-th from below is the best of C(k-1, n-1) of
+    the C(M, n) subsets. The policy "best of n" has a KL to the reference of at most log n - (n - 1) / n.
+    """
+    M = scores.shape[1]
+    weights = torch.tensor([math.comb(k - 1, n - 1) / math.comb(M, n) for k in range(1, M + 1)]).to(scores)
+    return (values.gather(1, scores.argsort(1, stable=True)) * weights).sum(1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 8. Plumbing: flags, checkpoints, the log, and the loop that SFT and the reward model share. No ideas below this line.
+
+
+@dataclass
+class RunConfig:
+    data: str = option("data/zoo", "folder with the JSON-lines files (data/README.md says which)")
+    out: str = option("out", "folder for checkpoints and metrics")
+    device: str = option("auto", "auto, cpu or cuda")
+    seed: int = option(0, "seed of everything random: same seed, same result", 0, 2**31)
+    resume: bool = option(False, "go on where an interrupted run stopped")
+    save_every: int = option(100, "steps between two saves of the state that --resume needs", 1)
+
+    def __post_init__(self):
+        self.data, self.out = Path(self.data), Path(self.out)
+        if self.device not in ("auto", "cpu", "cuda"):
+            raise UserError(f"--device {self.device}: should be auto, cpu or cuda")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise UserError("--device cuda: this PyTorch sees no CUDA GPU; use --device cpu")
+        if self.device == "auto":
+            self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        torch.manual_seed(self.seed)
+
+
+@dataclass
+class FitConfig:
+    epochs: int = option(1, "passes over the training rows", 1)
+    batch_size: int = option(64, "rows per step", 1)
+    lr: float = option(1e-3, "peak learning rate of AdamW; it falls linearly to 0", 0)
+    warmup: int = option(20, "steps in which the learning rate climbs to its peak", 0)
+    weight_decay: float = option(0.0, "AdamW's decay of the weights", 0)
+    max_grad_norm: float = option(1.0, "longer gradients are scaled down to this norm", 0)
+    evals: int = option(8, "validations during the run; the best checkpoint is kept", 1)
+
+
+def read_flags(doc, *settings, positional=""):
+    """Settings with their defaults -> the same with what the command line says: each field is a flag, `--name value`.
+
+    With `positional`, the name of what stands on the command line beside the flags, a list of that comes last.
+    """
+
+    def fail(message):
+        raise UserError(f"{message} (-h explains the flags)")
+
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.error = fail
+    fields = [(group, field) for group in settings for field in dataclasses.fields(group) if field.metadata]
+    for group, field in fields:
+        default = getattr(group, field.name)
+        kind = {"action": "store_true"} if field.type is bool else {"type": field.type, "metavar": field.type.__name__}
+        parser.add_argument(f"--{field.name}", default=default, help=f"{field.metadata['help']} ({default})", **kind)
+    if positional:
+        parser.add_argument("positional", metavar=positional, nargs="+")
+    values = vars(parser.parse_args())
+    for _, field in fields:
+        value, low, high = values[field.name], field.metadata["low"], field.metadata["high"]
+        if field.type in (int, float) and not low <= value <= high:
+            fail(f"--{field.name} {value}: should be between {low:g} and {high:g}")
+    read = [dataclasses.replace(g, **{f.name: values[f.name] for owner, f in fields if owner is g}) for g in settings]
+    return read + [values["positional"]] if positional else read
+
+
+def run_script(main):
+    """Call main(). What the user can put right ends in one line and status 2, Ctrl-C in one line and status 130."""
+    try:
+        main()
+    except UserError as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        print(f"{Path(sys.argv[0]).name}: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt as interrupt:
+        print(f"{Path(sys.argv[0]).name}: stopped; {interrupt or 'nothing was lost'}", file=sys.stderr)
+        sys.exit(130)
+
+
+def interrupts():
+    """A list that is empty until Ctrl-C or SIGTERM; then the loop ends its step and saves. A second one kills."""
+    asked = []
+
+    def ask(number, frame):
+        asked.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    signal.signal(signal.SIGINT, ask)
+    signal.signal(signal.SIGTERM, ask)
+    return asked
+
+
+MADE_BY = {"sft": "train_sft.py", "rm": "train_rm.py", "ppo": "train_ppo.py"}
+
+
+def write_file(path, contents):
+    """torch.save beside the file and rename: whatever happens, the path holds an old or a new version, whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".tmp")
+    try:
+        with open(beside, "wb") as file:
+            torch.save(contents, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except (OSError, RuntimeError) as error:
+        beside.unlink(missing_ok=True)
+        raise UserError(f"{path}: cannot be written ({error}); what was there before is still there")
+
+
+def read_file(path, kinds):
+    """What write_file wrote, as a dict on the CPU; UserError unless it is whole and its "kind" is one of `kinds`."""
+    if not Path(path).is_file():
+        raise UserError(f"{path}: not found; {MADE_BY.get(kinds[0], 'an earlier run')} makes it")
+    try:
+        contents = torch.load(path, map_location="cpu", weights_only=True)
+        kind = contents["kind"]
+    except Exception as error:  # torch.load raises many kinds of error at a damaged file
+        raise UserError(f"{path}: damaged, or no checkpoint ({type(error).__name__}); make it again")
+    if kind not in kinds:
+        raise UserError(f"{path}: holds {kind!r}, not {' or '.join(kinds)!r}; {MADE_BY.get(kinds[0], 'an earlier run')} makes that")
+    return contents
+
+
+def save_checkpoint(path, kind, model, tokenizer, **facts):
+    """Everything needed to use the model, in one file. kind: "sft" or "ppo" (a GPT), or "rm" (a RewardModel)."""
+    vocabulary = [token.decode("latin-1") for token in tokenizer.tokens]
+    config = dataclasses.asdict(model.config)
+    write_file(Path(path), {"kind": kind, "config": config, "vocabulary": vocabulary, "model": model.state_dict(), "facts": facts})
+
+
+def load_checkpoint(path, kinds, device="cpu"):
+    """A checkpoint of one of `kinds` -> model in eval mode, tokenizer, and the dict of facts saved with it."""
+    contents = read_file(path, kinds)
+    model = (RewardModel if contents["kind"] == "rm" else GPT)(GPTConfig(**contents["config"]))
+    model.load_state_dict(contents["model"])
+    tokenizer = Tokenizer([token.encode("latin-1") for token in contents["vocabulary"]])
+    return model.to(device).eval(), tokenizer, contents["facts"]
+
+
+class Progress:
+    """How far a training run has come: its log, its clock, and the state from which --resume goes on.
+
+    parts: whatever has a state_dict() (model, optimizer). `values` holds the numbers that must survive an interruption.
+    """
+
+    def __init__(self, kind, run, steps, **parts):
+        self.state_path, log_path = run.out / f"{kind}_state.pt", run.out / f"{kind}.jsonl"
+        self.run, self.steps, self.parts = run, steps, parts
+        self.values = {"step": 0, "seconds": 0.0}
+        if run.resume:
+            state = read_file(self.state_path, ("state",))
+            for name, part in parts.items():
+                part.load_state_dict(state[name])
+            torch.set_rng_state(state["rng"])
+            self.values = state["values"]
+        run.out.mkdir(parents=True, exist_ok=True)
+        logged = log_path.read_text().splitlines(True) if run.resume else []
+        log_path.write_text("".join(line for line in logged if json.loads(line)["step"] <= self.values["step"]))
+        self.log, self.asked = open(log_path, "a"), interrupts()
+        self.began = self.shown = time.perf_counter() - self.values["seconds"]
+
+    def end_step(self, tokens, show, **metrics):
+        """Log the metrics of a step, print those named in `show` every few seconds; save now and then, or when asked."""
+        seconds = time.perf_counter() - self.began
+        speed = tokens / (seconds - self.values["seconds"])
+        step = self.values["step"] = self.values["step"] + 1
+        self.values["seconds"] = seconds
+        record = {"step": step, **metrics, "tokens_per_second": round(speed), "seconds": round(seconds, 2)}
+        self.log.write(json.dumps(record) + "\n")
+        self.log.flush()
+        if time.perf_counter() - self.shown > 4 or step == self.steps:
+            self.shown = time.perf_counter()
+            left = seconds / step * (self.steps - step)
+            numbers = "  ".join(f"{name} {metrics[name]:.3g}" for name in show if name in metrics)
+            print(f"step {step:>4}/{self.steps}  {numbers}  {speed:,.0f} tokens/s  {clock(seconds)}, {clock(left)} left", flush=True)
+        if self.asked or step % self.run.save_every == 0 or step == self.steps:
+            self.save()
+        if self.asked:
+            raise KeyboardInterrupt(f"step {step} is saved, --resume goes on from there")
+
+    def save(self):
+        state = {name: part.state_dict() for name, part in self.parts.items()}
+        write_file(self.state_path, {"kind": "state", "values": self.values, "rng": torch.get_rng_state(), **state})
+
+
+def clock(seconds):
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def adamw(model, lr, weight_decay=0.0):
+    return torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True)
+
+
+def set_lr(optimizer, lr, step, steps, warmup):
+    """Linear warm-up to lr, then a straight line down to 0 after the last step; returns what it set."""
+    now = lr * min((step + 1) / (warmup + 1), (steps - step) / max(1, steps - warmup))
+    for group in optimizer.param_groups:
+        group["lr"] = now
+    return now
+
+
+def batches(lengths, batch_size, seed):
+    """Yield lists of row numbers for ever: in each pass every row once, rows of similar length together, random order."""
+    lengths = np.asarray(lengths)
+    for epoch in itertools.count():
+        random = np.random.default_rng([seed, epoch])
+        order = random.permutation(len(lengths))
+        pools = np.split(order, range(1 * batch_size, len(order), 1 * batch_size))  # sorted within these: little padding
+        order = np.concatenate([pool[np.argsort(lengths[pool], kind="stable")] for pool in pools])
+        cuts = np.array_split(order, math.ceil(len(order) / batch_size))  # of equal size, or one less
+        for i in random.permutation(len(cuts)):
+            yield cuts[i].tolist()
+
+
+def one_pass(lengths, batch_size=256):
+    """A list of such batches that holds every row once, for validation."""
+    return list(itertools.islice(batches(lengths, batch_size, seed=0), math.ceil(len(lengths) / batch_size)))
+
+
+def encode_rows(rows, tokenizer, context):
+    """Rows of a prompt and completions -> the same as lists of ids, and how many rows were skipped and cut.
+
+    Prompt and completions are encoded apart, so that no token crosses the border; a completion gets its end token. A
+    prompt that leaves no room in the context skips the row; a completion that does not fit is cut (and has no end).
+    """
+    encoded, skipped, cut = [], 0, 0
+    for prompt, *completions in rows:
+        prompt = tokenizer.encode(prompt)
+        if not 0 < len(prompt) < context:
+            skipped += 1
+            continue
+        completions = [tokenizer.encode(completion) + [tokenizer.eot] for completion in completions]
+        room = context - len(prompt)
+        cut += any(len(ids) > room for ids in completions)
+        encoded.append((prompt, *[ids[:room] for ids in completions]))
+    return encoded, skipped, cut
+
+
+def load_rows(path, keys, tokenizer, context):
+    """A JSON-lines file as encoded rows; prints what was read, and fails if nothing is left."""
+    rows = load_jsonl(path, keys)
+    encoded, skipped, cut = encode_rows(rows, tokenizer, context)
+    notes = f"; {skipped:,} skipped: prompt empty or longer than the context ({context} tokens)" * bool(skipped)
+    notes += f"; {cut:,} cut at the end of the context ({context} tokens)" * bool(cut)
+    print(f"read {path}: {len(rows):,} rows{notes}")
+    if not encoded:
+        raise UserError(f"{path}: no prompt leaves room in the context of {context} tokens; train with a larger --context")
+    return encoded
+
+
+def fit(kind, run, config, model, lengths, loss_of, validate, save):
+    """Supervised training, for SFT and reward model alike: the weights with the lowest validation loss are saved.
+
+    lengths: of all training rows, in tokens; loss_of(row numbers) -> loss, number of tokens, stats;
+    validate() -> facts, "val_loss" among them; save(facts). Returns the facts of the saved weights.
+    """
+    steps = config.epochs * math.ceil(len(lengths) / config.batch_size)
+    optimizer = adamw(model, config.lr, config.weight_decay)
+    progress = Progress(kind, run, steps, model=model, optimizer=optimizer)
+    best = progress.values.setdefault("best", {"val_loss": inf})
+    for step, rows in zip(range(steps), batches(lengths, config.batch_size, run.seed)):
+        if step < progress.values["step"]:
+            continue  # done before the interruption
+        lr = set_lr(optimizer, config.lr, step, steps, config.warmup)
+        loss, tokens, stats = loss_of(rows)
+        norm = optimizer_step(loss, model, optimizer, config.max_grad_norm, step + 1)
+        stats = {"loss": loss.item(), **stats, "lr": lr, "grad_norm": norm}
+        if (step + 1) % math.ceil(steps / config.evals) == 0 or step + 1 == steps:
+            model.eval()
+            with torch.no_grad():
+                facts = validate()
+            model.train()
+            stats.update(facts)
+            if facts["val_loss"] <= best["val_loss"]:
+                best.update(facts)
+                save(facts)
+        progress.end_step(tokens, ["loss", "accuracy", "val_loss", "val_accuracy"], **stats)
+    return best
+
+
+@dataclass
+class SampleConfig:
+    n: int = option(1, "responses to each prompt", 1)
+    temperature: float = option(1.0, "divides the logits; below 1 keeps to the likelier words", 0.01)
+    top_k: int = option(0, "choose among this many likeliest tokens only; 0: among all; 1: always the likeliest", 0)
+    top_p: float = option(1.0, "choose among the likeliest tokens that reach this probability together", 0, 1)
+    max_new_tokens: int = option(64, "longest response, in tokens", 1)
+    seed: int = option(0, "seed of the samples", 0, 2**31)
+
+
+def main():
+    """Print samples of a trained model: python minippo.py out/ppo.pt "What does a bee eat?" ["Another prompt" ...]
+
+    Without a prompt, one is read from each line of the standard input.
+    """
+    config, (path, *texts) = read_flags(main.__doc__, SampleConfig(), positional="CHECKPOINT PROMPT")
+    policy, tokenizer, _ = load_checkpoint(path, ("ppo", "sft"))
+    torch.manual_seed(config.seed)
+    for text in texts or (line.rstrip("\r\n") for line in sys.stdin):
+        prompt = tokenizer.encode(text)
+        if not 0 < len(prompt) < policy.config.context:
+            raise UserError(f"the prompt {text[:40]!r} has {len(prompt)} tokens, should have 1 to {policy.config.context - 1}")
+        tokens, mask, _ = generate(
+            policy, [prompt] * config.n, config.max_new_tokens, config.temperature, config.top_k, config.top_p
+        )
+        print(text)
+        for ids, response in zip(tokens[:, 1:], mask):
+            print(" ", tokenizer.decode(ids[response].tolist()).strip(), flush=True)
+
+
+if __name__ == "__main__":
+    run_script(main)

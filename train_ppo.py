@@ -1,0 +1,109 @@
+"""Stage 3, PPO: the policy learns to write what the reward model scores highly, without straying far from the SFT model.
+
+    python train_ppo.py                    after train_sft.py and train_rm.py, on the same data
+    python train_ppo.py --data FOLDER      on prompts_train.jsonl and prompts_val.jsonl of your own: {"prompt"}
+
+Each iteration: sample responses, score them, work out advantages, update. Writes out/ppo.pt and out/report.json.
+"""
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import torch
+
+from bench.report import make_report, print_report
+from minippo import PPOConfig, RunConfig, UserError, Progress
+from minippo import adamw, adapt_kl_coef, batches, evaluate_actions, explained_variance, frozen_copy, gae, generate
+from minippo import kl_adjusted_rewards, kl_per_response, last_action, load_checkpoint, load_rows, ppo_update
+from minippo import read_flags, run_script, save_checkpoint, score_responses, set_lr, whiten
+
+
+def main():
+    run, ppo = read_flags(__doc__, RunConfig(), PPOConfig())
+    models = Path(ppo.models or run.out)
+    policy, tokenizer, sft_facts = load_checkpoint(models / "sft.pt", ["sft"], run.device)
+    reward_model, rm_tokenizer, rm_facts = load_checkpoint(models / "rm.pt", ["rm"], run.device)
+    if rm_tokenizer.tokens != tokenizer.tokens:
+        raise UserError(f"{models}: sft.pt and rm.pt have different vocabularies; run train_rm.py again after train_sft.py")
+    prompts = [row[0] for row in load_rows(run.data / "prompts_train.jsonl", ["prompt"], tokenizer, policy.config.context)]
+    val_prompts = [row[0] for row in load_rows(run.data / "prompts_val.jsonl", ["prompt"], tokenizer, policy.config.context)]
+
+    sft, reward_model = frozen_copy(policy), frozen_copy(reward_model)
+    ref = frozen_copy(policy)
+    if ppo.separate_critic:
+        policy = policy.with_critic(reward_model)
+    policy.eval()  # no dropout, ever: it would make the policy differ from itself
+    optimizer = adamw(policy, ppo.lr)
+    progress = Progress("ppo", run, ppo.steps, policy=policy, ref=ref, optimizer=optimizer)
+    kl_coef = progress.values.setdefault("kl_coef", ppo.kl_coef)
+
+    def score(tokens, mask):
+        return score_responses(reward_model, tokens, mask, tokenizer.eot, ppo.length_penalty, ppo.missing_eos_penalty)
+
+    print(f"PPO on {run.device}: {ppo.steps} iterations of {ppo.batch_size} responses, {ppo.epochs} x {ppo.minibatches} steps each")
+    stream = itertools.chain.from_iterable(batches([1] * len(prompts), 64, run.seed))
+    stream = itertools.islice(stream, progress.values["step"] * ppo.batch_size, None)
+    for step in range(progress.values["step"], ppo.steps):
+        lr = set_lr(optimizer, ppo.lr, step, ppo.steps, ppo.warmup)
+
+        # 1. Sample a response to each prompt, with the policy as it is now.
+        rows = [prompts[i] for i in itertools.islice(stream, ppo.batch_size)]
+        tokens, mask, sampled_logprobs = generate(policy, rows, ppo.max_new_tokens, ppo.temperature)
+
+        # 2. Score whole responses with the reward model, and every token with policy, value function and reference.
+        scores, ended = score(tokens, mask)
+        with torch.no_grad():
+            logprobs, values, _ = evaluate_actions(policy, tokens, mask, ppo.temperature)
+            ref_logprobs, _, _ = evaluate_actions(ref, tokens, mask, ppo.temperature)
+        if step == 0:
+            check_start(logprobs, sampled_logprobs, ref_logprobs)
+
+        # 3. Rewards per token, and how much better than expected each token was.
+        rewards = kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef)
+        advantages, returns = gae(rewards, values, mask, ppo.gamma, ppo.lam)
+        batch = {"tokens": tokens, "mask": mask, "logprobs": logprobs, "ref_logprobs": ref_logprobs, "values": values}
+        batch |= {"advantages": whiten(advantages, mask), "returns": returns}
+
+        # 4. Update the policy and the value function.
+        stats = ppo_update(policy, optimizer, batch, ppo, step + 1)
+
+        kl, kl_k3 = kl_per_response(logprobs, ref_logprobs, mask)
+        score_mean, kl_mean, kl_se = scores.mean().item(), kl.mean().item(), kl.std().item() / math.sqrt(len(kl))
+        if kl_mean < -4 * kl_se - 1e-4:
+            print(f"warning: step {step + 1}: KL {kl_mean:.3f} ± {kl_se:.3f} is below 0: sampling and scoring disagree")
+        metrics = {
+            "score": score_mean, "kl": kl_mean, "kl_k3": kl_k3.mean().item(), "kl_coef": kl_coef,
+            "rlhf_reward": score_mean - kl_coef * kl_mean, **stats,
+            "explained_variance": explained_variance(values, returns, mask),
+            "response_length": mask.sum(1).float().mean().item(), "eos_rate": ended.float().mean().item(), "lr": lr,
+        }  # fmt: skip
+        if step % 40 == 0:
+            for i in range(2):
+                text = tokenizer.decode(rows[i]) + tokenizer.decode(tokens[i, 1:][mask[i]].tolist())
+                print(f"    {text!r}  score {scores[i]:.2f}  KL {kl[i]:.2f}")
+        kl_coef = progress.values["kl_coef"] = adapt_kl_coef(kl_coef, kl_mean, ppo.kl_target, ppo.batch_size, ppo.kl_horizon)
+        if ppo.ref_update_every and (step + 1) % ppo.ref_update_every == 0:
+            ref.load_state_dict(policy.state_dict(), strict=False)
+        progress.end_step(tokens.numel(), ["score", "kl", "entropy", "eos_rate"], **metrics)
+
+    save_checkpoint(run.out / "ppo.pt", "ppo", policy, tokenizer)
+    print(f"saved {run.out / 'ppo.pt'}; now the report")
+    report = make_report(policy, sft, score, val_prompts, tokenizer, run, ppo, {"sft": sft_facts, "rm": rm_facts})
+    (run.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
+    print_report(report)
+
+
+def check_start(logprobs, sampled_logprobs, ref_logprobs):
+    """Before the first update policy, sampler and reference are one and the same. Most bugs of RLHF code show up here."""
+    ratio, kl = (logprobs - sampled_logprobs).exp(), (logprobs - ref_logprobs).abs().max().item()
+    if (ratio - 1).abs().max() > 1e-3:
+        raise UserError(f"before the first update the ratio is up to {ratio.max():.4f}, not 1: sampling and scoring disagree")
+    if kl > 1e-3:
+        raise UserError(f"before the first update a token is {kl:.4f} nats away from the reference, not 0")
+    print("checked: before the first update the ratio is 1 and the KL to the reference is 0")
+
+
+if __name__ == "__main__":
+    run_script(main)

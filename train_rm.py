@@ -1,0 +1,70 @@
+"""Stage 2, the reward model: from pairs of answers it learns which one people prefer.
+
+    python train_rm.py                     after train_sft.py, on the same data
+    python train_rm.py --data FOLDER       on pref_train.jsonl and pref_val.jsonl: {"prompt", "chosen", "rejected"}
+
+It starts from the SFT model with a score head in place of the vocabulary, and minimises the Bradley-Terry loss. Its
+scores are then shifted and scaled to mean 0 and standard deviation 1 on the SFT model's own answers. Writes out/rm.pt.
+"""
+
+import torch
+
+from minippo import FitConfig, PPOConfig, RewardModel, RunConfig
+from minippo import fit, generate, last_action, load_checkpoint, load_rows, one_pass, pad
+from minippo import read_flags, reward_model_loss, run_script, save_checkpoint
+
+
+def score_pairs(model, rows, device):
+    """Rows of (prompt, chosen, rejected) as ids -> raw scores (B,) of the chosen and (B,) of the rejected."""
+    chosen = [prompt + answer for prompt, answer, _ in rows]
+    rejected = [prompt + answer for prompt, _, answer in rows]
+    return model.raw_scores(*pad(chosen + rejected, device)).chunk(2)
+
+
+def lengths(rows):
+    return [len(prompt) + max(len(chosen), len(rejected)) for prompt, chosen, rejected in rows]
+
+
+def main():
+    run, config = read_flags(__doc__, RunConfig(), FitConfig(epochs=2, lr=3e-4))
+    sft, tokenizer, _ = load_checkpoint(run.out / "sft.pt", ["sft"], run.device)
+    context, keys = sft.config.context, ("prompt", "chosen", "rejected")
+    train = load_rows(run.data / "pref_train.jsonl", keys, tokenizer, context)
+    val = load_rows(run.data / "pref_val.jsonl", keys, tokenizer, context)
+    prompts = load_rows(run.data / "prompts_train.jsonl", ["prompt"], tokenizer, context)
+
+    # The SFT model's answers set the scale of the scores.
+    answers = []
+    for i in range(0, 2048, 256):
+        tokens, mask, _ = generate(sft, [prompts[j % len(prompts)][0] for j in range(i, i + 256)], PPOConfig.max_new_tokens)
+        answers.append((tokens, last_action(mask) + 2))
+
+    model = RewardModel(sft).to(run.device).train()
+    print(f"training a reward model on {run.device}: {config.epochs} x {len(train):,} pairs")
+
+    def loss_of(numbers):
+        chosen, rejected = score_pairs(model, [train[i] for i in numbers], run.device)
+        loss, stats = reward_model_loss(chosen, rejected)
+        return loss, sum(lengths(train[i] for i in numbers)) * 2, stats
+
+    def validate():
+        pairs = [score_pairs(model, [val[i] for i in numbers], run.device) for numbers in one_pass(lengths(val))]
+        chosen, rejected = map(torch.cat, zip(*pairs))
+        loss, stats = reward_model_loss(chosen, rejected)
+        error = (stats["accuracy"] * (1 - stats["accuracy"]) / len(val)) ** 0.5
+        return {"val_loss": loss.item(), "val_accuracy": stats["accuracy"], "val_accuracy_se": error}
+
+    def save(facts):
+        with torch.no_grad():
+            raw = torch.cat([model.raw_scores(tokens, ends) for tokens, ends in answers])
+        model.mean.copy_(raw.mean())
+        model.std.copy_(raw.std())
+        save_checkpoint(run.out / "rm.pt", "rm", model, tokenizer, **facts)
+
+    best = fit("rm", run, config, model, lengths(train), loss_of, validate, save)
+    accuracy, error = 100 * best["val_accuracy"], 100 * best["val_accuracy_se"]
+    print(f"saved {run.out / 'rm.pt'}: it gets {accuracy:.1f} % ± {error:.1f} of the validation pairs right")
+
+
+if __name__ == "__main__":
+    run_script(main)
