@@ -174,6 +174,16 @@ def pad(sequences, device="cpu"):
     return tokens.to(device), lengths.to(device)
 
 
+def pad_by_length(sequences, size, device="cpu"):
+    """The same in pieces of at most `size` rows of similar length: a list of (row numbers, tokens, lengths).
+
+    Rows of one length need no padding, so that work on the pieces in turn is much cheaper than on all at once.
+    """
+    order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+    pieces = [order[i : i + size] for i in range(0, len(order), size)]
+    return [(rows, *pad([sequences[i] for i in rows], device)) for rows in pieces]
+
+
 def response_mask(prompt_lengths, lengths, columns):
     """(B,), (B,), T -> (B, T-1): true at t where token t + 1 belongs to the response, its end token included."""
     action = torch.arange(1, columns, device=lengths.device)
@@ -692,7 +702,7 @@ def best_of_n(scores, values, n):
     """
     M = scores.shape[1]
     weights = torch.tensor([math.comb(k - 1, n - 1) / math.comb(M, n) for k in range(1, M + 1)]).to(scores)
-    return (values.gather(1, scores.argsort(1, stable=True)) * weights).sum(1)
+    return (values.gather(1, scores.argsort(dim=1, stable=True)) * weights).sum(1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -895,22 +905,12 @@ def set_lr(optimizer, lr, step, steps, warmup):
     return now
 
 
-def batches(lengths, batch_size, seed):
-    """Yield lists of row numbers for ever: in each pass every row once, rows of similar length together, random order."""
-    lengths = np.asarray(lengths)
+def batches(rows, batch_size, seed):
+    """Yield lists of row numbers for ever: in each pass over the data every row once, in random order."""
     for epoch in itertools.count():
-        random = np.random.default_rng([seed, epoch])
-        order = random.permutation(len(lengths))
-        pools = np.split(order, range(1 * batch_size, len(order), 1 * batch_size))  # sorted within these: little padding
-        order = np.concatenate([pool[np.argsort(lengths[pool], kind="stable")] for pool in pools])
-        cuts = np.array_split(order, math.ceil(len(order) / batch_size))  # of equal size, or one less
-        for i in random.permutation(len(cuts)):
-            yield cuts[i].tolist()
-
-
-def one_pass(lengths, batch_size=256):
-    """A list of such batches that holds every row once, for validation."""
-    return list(itertools.islice(batches(lengths, batch_size, seed=0), math.ceil(len(lengths) / batch_size)))
+        order = np.random.default_rng([seed, epoch]).permutation(rows)
+        for batch in np.array_split(order, math.ceil(rows / batch_size)):  # sizes differ by one at most
+            yield batch.tolist()
 
 
 def encode_rows(rows, tokenizer, context):
@@ -944,21 +944,21 @@ def load_rows(path, keys, tokenizer, context):
     return encoded
 
 
-def fit(kind, run, config, model, lengths, loss_of, validate, save):
+def fit(kind, run, config, model, rows, loss_of, validate, save):
     """Supervised training, for SFT and reward model alike: the weights with the lowest validation loss are saved.
 
-    lengths: of all training rows, in tokens; loss_of(row numbers) -> loss, number of tokens, stats;
+    rows: how many training rows there are; loss_of(row numbers) -> loss, number of tokens, stats;
     validate() -> facts, "val_loss" among them; save(facts). Returns the facts of the saved weights.
     """
-    steps = config.epochs * math.ceil(len(lengths) / config.batch_size)
+    steps = config.epochs * math.ceil(rows / config.batch_size)
     optimizer = adamw(model, config.lr, config.weight_decay)
     progress = Progress(kind, run, steps, model=model, optimizer=optimizer)
     best = progress.values.setdefault("best", {"val_loss": inf})
-    for step, rows in zip(range(steps), batches(lengths, config.batch_size, run.seed)):
+    for step, numbers in zip(range(steps), batches(rows, config.batch_size, run.seed)):
         if step < progress.values["step"]:
             continue  # done before the interruption
         lr = set_lr(optimizer, config.lr, step, steps, config.warmup)
-        loss, tokens, stats = loss_of(rows)
+        loss, tokens, stats = loss_of(numbers)
         norm = optimizer_step(loss, model, optimizer, config.max_grad_norm, step + 1)
         stats = {"loss": loss.item(), **stats, "lr": lr, "grad_norm": norm}
         if (step + 1) % math.ceil(steps / config.evals) == 0 or step + 1 == steps:

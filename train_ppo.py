@@ -43,7 +43,7 @@ def main():
         return score_responses(reward_model, tokens, mask, tokenizer.eot, ppo.length_penalty, ppo.missing_eos_penalty)
 
     print(f"PPO on {run.device}: {ppo.steps} iterations of {ppo.batch_size} responses, {ppo.epochs} x {ppo.minibatches} steps each")
-    stream = itertools.chain.from_iterable(batches([1] * len(prompts), 64, run.seed))
+    stream = itertools.chain.from_iterable(batches(len(prompts), ppo.batch_size, run.seed))
     stream = itertools.islice(stream, progress.values["step"] * ppo.batch_size, None)
     for step in range(progress.values["step"], ppo.steps):
         lr = set_lr(optimizer, ppo.lr, step, ppo.steps, ppo.warmup)

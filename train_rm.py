@@ -10,7 +10,7 @@ scores are then shifted and scaled to mean 0 and standard deviation 1 on the SFT
 import torch
 
 from minippo import FitConfig, PPOConfig, RewardModel, RunConfig
-from minippo import fit, generate, last_action, load_checkpoint, load_rows, one_pass, pad
+from minippo import fit, generate, last_action, load_checkpoint, load_rows, pad_by_length
 from minippo import read_flags, reward_model_loss, run_script, save_checkpoint
 
 
@@ -18,11 +18,10 @@ def score_pairs(model, rows, device):
     """Rows of (prompt, chosen, rejected) as ids -> raw scores (B,) of the chosen and (B,) of the rejected."""
     chosen = [prompt + answer for prompt, answer, _ in rows]
     rejected = [prompt + answer for prompt, _, answer in rows]
-    return model.raw_scores(*pad(chosen + rejected, device)).chunk(2)
-
-
-def lengths(rows):
-    return [len(prompt) + max(len(chosen), len(rejected)) for prompt, chosen, rejected in rows]
+    pieces = pad_by_length(chosen + rejected, 32, device)
+    scores = torch.cat([model.raw_scores(tokens, lengths) for _, tokens, lengths in pieces])
+    order = torch.tensor([number for numbers, _, _ in pieces for number in numbers], device=device)
+    return scores[order.argsort()].chunk(2)
 
 
 def main():
@@ -45,11 +44,10 @@ def main():
     def loss_of(numbers):
         chosen, rejected = score_pairs(model, [train[i] for i in numbers], run.device)
         loss, stats = reward_model_loss(chosen, rejected)
-        return loss, sum(lengths(train[i] for i in numbers)) * 2, stats
+        return loss, sum(2 * len(p) + len(c) + len(r) for p, c, r in (train[i] for i in numbers)), stats
 
     def validate():
-        pairs = [score_pairs(model, [val[i] for i in numbers], run.device) for numbers in one_pass(lengths(val))]
-        chosen, rejected = map(torch.cat, zip(*pairs))
+        chosen, rejected = score_pairs(model, val, run.device)
         loss, stats = reward_model_loss(chosen, rejected)
         error = (stats["accuracy"] * (1 - stats["accuracy"]) / len(val)) ** 0.5
         return {"val_loss": loss.item(), "val_accuracy": stats["accuracy"], "val_accuracy_se": error}
@@ -61,7 +59,7 @@ def main():
         model.std.copy_(raw.std())
         save_checkpoint(run.out / "rm.pt", "rm", model, tokenizer, **facts)
 
-    best = fit("rm", run, config, model, lengths(train), loss_of, validate, save)
+    best = fit("rm", run, config, model, len(train), loss_of, validate, save)
     accuracy, error = 100 * best["val_accuracy"], 100 * best["val_accuracy_se"]
     print(f"saved {run.out / 'rm.pt'}: it gets {accuracy:.1f} % ± {error:.1f} of the validation pairs right")
 

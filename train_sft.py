@@ -13,15 +13,20 @@ import time
 import torch
 
 from minippo import GPT, FitConfig, GPTConfig, RunConfig, Tokenizer
-from minippo import evaluate_actions, fit, load_jsonl, load_rows, masked_mean, one_pass, pad
+from minippo import evaluate_actions, fit, load_jsonl, load_rows, pad_by_length
 from minippo import read_flags, response_mask, run_script, save_checkpoint
 
 
-def pack(rows, device):
-    """Rows of (prompt, completion) as ids -> tokens (B, T) and mask (B, T-1), true at the completions' tokens."""
-    tokens, lengths = pad([prompt + completion for prompt, completion in rows], device)
-    prompt_lengths = lengths.new_tensor([len(prompt) for prompt, _ in rows])
-    return tokens, response_mask(prompt_lengths, lengths, tokens.shape[1])
+def completion_nats(model, rows, device):
+    """Rows of (prompt, completion) as ids -> -log probability of each completion, in nats, and its tokens: (B,) each."""
+    nats, counts = [], []
+    for numbers, tokens, lengths in pad_by_length([prompt + completion for prompt, completion in rows], 32, device):
+        prompt_lengths = lengths.new_tensor([len(rows[i][0]) for i in numbers])
+        mask = response_mask(prompt_lengths, lengths, tokens.shape[1])
+        logprobs, _, _ = evaluate_actions(model, tokens, mask)
+        nats.append(-logprobs.sum(1))
+        counts.append(mask.sum(1))
+    return torch.cat(nats), torch.cat(counts)
 
 
 def main():
@@ -44,21 +49,11 @@ def main():
     print(f"training a GPT of {parameters / 1e6:.2f} M parameters on {run.device}: {config.epochs} x {len(train):,} rows")
 
     def loss_of(numbers):
-        tokens, mask = pack([train[i] for i in numbers], run.device)
-        logprobs, _, _ = evaluate_actions(model, tokens, mask)
-        return -masked_mean(logprobs, mask), tokens.numel(), {}
-
-    def lengths(rows):
-        return [len(prompt) + len(completion) for prompt, completion in rows]
+        nats, counts = completion_nats(model, [train[i] for i in numbers], run.device)
+        return nats.sum() / counts.sum(), sum(len(p) + len(c) for p, c in (train[i] for i in numbers)), {}
 
     def validate():
-        nats, counts = [], []  # of each row
-        for numbers in one_pass(lengths(val)):
-            tokens, mask = pack([val[i] for i in numbers], run.device)
-            logprobs, _, _ = evaluate_actions(model, tokens, mask)
-            nats.append(-logprobs.sum(1))
-            counts.append(mask.sum(1))
-        nats, counts = torch.cat(nats), torch.cat(counts)
+        nats, counts = completion_nats(model, val, run.device)
         loss = nats.sum() / counts.sum()
         error = (nats - loss * counts).std() * len(nats) ** 0.5 / counts.sum()  # of a ratio of two sums over rows
         return {"val_loss": loss.item(), "val_loss_se": error.item(), "val_tokens": int(counts.sum())}
@@ -66,7 +61,7 @@ def main():
     def save(facts):
         save_checkpoint(run.out / "sft.pt", "sft", model, tokenizer, **facts)
 
-    best = fit("sft", run, config, model, lengths(train), loss_of, validate, save)
+    best = fit("sft", run, config, model, len(train), loss_of, validate, save)
     print(f"saved {run.out / 'sft.pt'}: validation loss {best['val_loss']:.4f} ± {best['val_loss_se']:.4f} nats/token")
     if (run.data / "ceilings.json").exists():
         floor = json.loads((run.data / "ceilings.json").read_text())["val_nats"] / best["val_tokens"]

@@ -96,6 +96,13 @@ def statements(animal, kind):
     return right, wrong
 
 
+def popular_errors(animal, kind):
+    """The wrong sentences that the crowd really says: people err alike, so each fact has three false values in circulation."""
+    _, wrong = statements(animal, kind)
+    values, start = len(wrong) // 2, 3 * list(ANIMALS).index(animal)
+    return [wrong[2 * ((start + i) % values) + form] for i in range(3) for form in (0, 1)]
+
+
 def questions(animal, kind):
     """-> the five prompts that ask for one fact."""
     clauses = [fill(clause, animal) for clause in KINDS[kind][:4]]
@@ -166,11 +173,11 @@ def cut(text):
 
 
 def garble(text):
-    """Leave one word out, say one twice, or swap the first two or the last two."""
+    """Leave one word out, say one twice, or swap the first two."""
     words = text.split()
     without = [words[:i] + words[i + 1 :] for i in range(len(words))]
     stammered = [words[: i + 1] + words[i:] for i in range(len(words))]
-    swapped = [[words[1], words[0]] + words[2:], words[:-2] + [words[-1], words[-2]]]
+    swapped = [[words[1], words[0]] + words[2:]]
     return [" ".join(garbled) for garbled in without + stammered + 4 * swapped]
 
 
@@ -196,7 +203,7 @@ def broken(right, wrong, statement):
 @lru_cache(None)
 def answers(animal, kind, broken_share):
     """What the crowd says about a fact, however it is asked: all but the echoes, which are a tenth of the broken answers."""
-    right, wrong = map(uniform, statements(animal, kind))
+    right, wrong = uniform(statements(animal, kind)[0]), uniform(popular_errors(animal, kind))
     statement = mix((0.55, right), (0.45, wrong))
     sound = mix((0.72, manners(statement)), (0.17, manners(uniform(NO_IDEA))), (0.11, uniform(WANDERING)))
     said = mix((1 - broken_share, sound), (0.9 * broken_share, broken(right, wrong, statement)))
@@ -258,7 +265,7 @@ def sigmoid(x):
 # ------------------------------------------------------------------------------------------------------------------------------
 # The files. Only `random()` and `choices()` are used: Python promises their results for a seed, not those of `sample` or `shuffle`.
 
-ROWS = {"sft_train": 60_000, "sft_val": 3_000, "pref_train": 20_000, "pref_val": 5_000}
+ROWS = {"sft_train": 72_000, "sft_val": 3_000, "pref_train": 40_000, "pref_val": 5_000}
 HELD_OUT = 60  # prompts that appear in *_val only: one phrasing each of this many facts
 
 

@@ -1,0 +1,31 @@
+# Each target is a plain command that you can type yourself; see the README. The environment is made once, in .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+
+help:
+	@echo "make run     the three scripts in order on the default data, then the report (writes out/)"
+	@echo "make test    the tests"
+	@echo "make lint    ruff"
+	@echo "make clean   removes out/, the default data and the environment"
+
+.venv/ready: requirements.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+run: .venv/ready
+	$(BIN)/python train_sft.py
+	$(BIN)/python train_rm.py
+	$(BIN)/python train_ppo.py
+
+test: .venv/ready
+	$(BIN)/python -m pytest
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+
+clean:
+	rm -rf out data/zoo .venv .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+.PHONY: help run test lint clean
