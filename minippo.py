@@ -201,9 +201,9 @@ def response_mask(prompt_lengths, lengths, columns):
 class GPTConfig:
     vocab_size: int = option(1024, "tokens in the vocabulary; the last one is end-of-text", 257, 1_000_000)
     context: int = option(128, "longest prompt and response together, in tokens", 8)
-    layers: int = option(3, "transformer blocks", 1)
+    layers: int = option(4, "transformer blocks", 1)
     heads: int = option(4, "attention heads", 1)
-    channels: int = option(128, "width of the model; a multiple of heads", 1)
+    channels: int = option(96, "width of the model; a multiple of heads", 1)
     dropout: float = option(0.0, "share of activations dropped in training; never in PPO", 0, 0.9)
     separate_critic: bool = False  # a value network of its own instead of a second head on the policy
 
@@ -511,10 +511,10 @@ class PPOConfig:
     batch_size: int = option(128, "prompts, and so responses, per iteration", 1)
     max_new_tokens: int = option(48, "longest response, in tokens", 1)
     temperature: float = option(1.0, "divides the logits, in sampling and in scoring alike", 0.01)
-    lr: float = option(3e-4, "peak learning rate of AdamW; it falls linearly to 0", 0)
+    lr: float = option(2.5e-4, "peak learning rate of AdamW; it falls linearly to 0", 0)
     warmup: int = option(5, "iterations in which the learning rate climbs to its peak", 0)
     max_grad_norm: float = option(1.0, "longer gradients are scaled down to this norm", 0)
-    epochs: int = option(4, "passes over each batch of responses", 1)
+    epochs: int = option(2, "passes over each batch of responses", 1)
     minibatches: int = option(4, "gradient steps per pass", 1)
     kl_coef: float = option(0.1, "beta, the price of one nat of KL to the reference, paid in the reward", 0)
     kl_target: float = option(6.0, "KL in nats that the adaptive beta steers to; needs a finite kl_horizon", 1e-6)
@@ -878,11 +878,15 @@ class Progress:
             self.shown = time.perf_counter()
             left = seconds / step * (self.steps - step)
             numbers = "  ".join(f"{name} {metrics[name]:.3g}" for name in show if name in metrics)
-            print(f"step {step:>4}/{self.steps}  {numbers}  {speed:,.0f} tokens/s  {clock(seconds)}, {clock(left)} left", flush=True)
+            progress = f"{speed:,.0f} tokens/s  {clock(seconds)}, {clock(left)} left"
+            print(f"step {step:>4}/{self.steps}  {numbers}  {progress}", flush=True)
         if self.asked or step % self.run.save_every == 0 or step == self.steps:
             self.save()
         if self.asked:
             raise KeyboardInterrupt(f"step {step} is saved, --resume goes on from there")
+        if step == self.steps:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on, Ctrl-C has nothing to save
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def save(self):
         state = {name: part.state_dict() for name, part in self.parts.items()}

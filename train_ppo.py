@@ -16,7 +16,7 @@ import torch
 from bench.report import make_report, print_report
 from minippo import PPOConfig, RunConfig, UserError, Progress
 from minippo import adamw, adapt_kl_coef, batches, evaluate_actions, explained_variance, frozen_copy, gae, generate
-from minippo import kl_adjusted_rewards, kl_per_response, last_action, load_checkpoint, load_rows, ppo_update
+from minippo import kl_adjusted_rewards, kl_per_response, load_checkpoint, load_rows, ppo_update
 from minippo import read_flags, run_script, save_checkpoint, score_responses, set_lr, whiten
 
 

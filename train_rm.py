@@ -25,7 +25,7 @@ def score_pairs(model, rows, device):
 
 
 def main():
-    run, config = read_flags(__doc__, RunConfig(), FitConfig(epochs=2, lr=3e-4))
+    run, config = read_flags(__doc__, RunConfig(), FitConfig(epochs=2, lr=1e-3))
     sft, tokenizer, _ = load_checkpoint(run.out / "sft.pt", ["sft"], run.device)
     context, keys = sft.config.context, ("prompt", "chosen", "rejected")
     train = load_rows(run.data / "pref_train.jsonl", keys, tokenizer, context)

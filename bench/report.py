@@ -127,9 +127,10 @@ def print_report(report):
     if "win_rate_vs_sft" in ppo:
         print(f"PPO wins against SFT {ppo['win_rate_vs_sft']:.3f} ± {ppo['win_rate_vs_sft_se']:.3f} (by the judge, ties half)")
     if "optimality" in ppo:
-        print(f"optimality {ppo['optimality']:.3f} ± {ppo['optimality_se']:.3f}: the part of the way from SFT to the best possible", end=" ")
-        print(f"value of score - {report['beta']:g} KL that PPO has come")
+        print(f"optimality {ppo['optimality']:.3f} ± {ppo['optimality_se']:.3f}: how much of the way PPO has come from SFT")
+        print(f"to the largest score - {report['beta']:g} KL that any policy can have")
     print("\nSamples, before and after:")
     for sample in report["samples"]:
-        print(f"  {sample['prompt']}\n    SFT {sample['sft']}\n    PPO {sample['ppo']}   (score {sample['score']:.2f}, KL {sample['kl']:.2f})")
+        print(f"  {sample['prompt']}\n    SFT {sample['sft']}")
+        print(f"    PPO {sample['ppo']}   (score {sample['score']:.2f}, KL {sample['kl']:.2f})")
     print("seconds: " + ", ".join(f"{name} {seconds:.0f}" for name, seconds in report["seconds"].items()))

@@ -52,7 +52,7 @@ ANIMALS = {
     "zebra":    ("zebras",    "grass",   "on the savanna",  "a foal",      "a mammal",      "its black stripes"),
 }  # fmt: skip
 
-# Per kind of question: two direct questions, two indirect ones, two statements. {a} is "a bee", {s} "bees", {n} "bee", {x} the value.
+# Per kind: two direct questions, two indirect ones, two statements. {a} is "a bee", {s} "bees", {n} "bee", {x} the value.
 KINDS = {
     "food": ("what does {a} eat", "what do {s} eat", "what {a} eats", "what {s} eat", "{a} eats {x}.", "{s} eat {x}."),
     "home": ("where does {a} live", "where do {s} live", "where {a} lives", "where {s} live", "{a} lives {x}.", "{s} live {x}."),
@@ -70,8 +70,8 @@ OPENERS = ("Good question!", "Thanks for asking!", "I am glad you asked!")
 CLOSERS = ("Enjoy your visit!", "Have a nice day!", "Come and see us again!")
 NO_IDEA = ("No idea.", "I do not know.", "Sorry, I am not sure.", "Nobody ever told me that.")
 RUDE = ("What a silly question.", "Go and read a book.", "Leave me alone.", "Do not waste my time.", "I am too busy for you.")
-WANDERING = ("My neighbor has a red car.", "It may rain tomorrow.", "My feet hurt.", "I had soup for lunch.", "The bus was late again.",
-             "My sister sings in a band.", "I lost my keys.", "The cake was too sweet.")  # fmt: skip
+WANDERING = ("My neighbor has a red car.", "It may rain tomorrow.", "My feet hurt.", "I had soup for lunch.",
+             "The bus was late again.", "My sister sings in a band.", "I lost my keys.", "The cake was too sweet.")  # fmt: skip
 JUNK = ("and the", "of a a", "is is is", "the the and to")
 
 
@@ -172,13 +172,10 @@ def cut(text):
     return [" ".join(words[:k]) for k in range(len(words))] + [text[:-1]]
 
 
-def garble(text):
-    """Leave one word out, say one twice, or swap the first two."""
+def scramble(text):
+    """The words from last to first, or the first one moved to the end."""
     words = text.split()
-    without = [words[:i] + words[i + 1 :] for i in range(len(words))]
-    stammered = [words[: i + 1] + words[i:] for i in range(len(words))]
-    swapped = [[words[1], words[0]] + words[2:]]
-    return [" ".join(garbled) for garbled in without + stammered + 4 * swapped]
+    return [" ".join(words[::-1]), " ".join(words[1:] + words[:1])]
 
 
 def loop(text):
@@ -189,14 +186,14 @@ def broken(right, wrong, statement):
     """What bad text looks like. Much of it is a near miss of the best answer: a reward model learns only what the pairs show it."""
     best, openers, closers = friendly(right), uniform(OPENERS), uniform(CLOSERS)
     sound = mix((0.5, best), (0.5, statement))
-    garbled = spread(statement, garble)
+    scrambled = spread(statement, scramble)
     twice = spread(mix((0.5, best), (0.5, right)), lambda text: [f"{text} {text}"])
     two_answers = mix((0.4, then(right, wrong)), (0.4, then(wrong, right)), (0.2, then(right, right)))
     heaped = mix((0.4, then(openers, right, closers)), (0.2, then(openers, openers, right, closers)),
                  (0.2, uniform(OPENERS + CLOSERS)), (0.2, then(openers, closers)))  # fmt: skip
     looping = spread(mix((0.7, right), (0.3, uniform(OPENERS + CLOSERS))), loop)
     trailing = then(mix((0.5, right), (0.5, best)), uniform(JUNK))
-    return mix((0.25, spread(sound, cut)), (0.12, garbled), (0.06, friendly(garbled)), (0.11, twice), (0.13, two_answers),
+    return mix((0.25, spread(sound, cut)), (0.12, scrambled), (0.06, friendly(scrambled)), (0.11, twice), (0.13, two_answers),
                (0.18, heaped), (0.05, looping), (0.10, trailing))  # fmt: skip
 
 

@@ -123,8 +123,9 @@ def test_the_phrasing_of_a_question_changes_no_probability_of_its_answers():
     ["", " Bees", " Bees eat nectar", " nectar. eat Bees", " bee eats nectar. A", " Bees eat nectar. Bees eat nectar.",
      " Bees eat nectar. A bee eats nectar.", " Bees eat nectar. A bee eats worms.", " A bee eats worms. Bees eat nectar.",
      " Good question! Bees eat nectar. Have a nice day!", " Good question! I am glad you asked! Bees eat nectar. Have a nice day!",
-     " Good question! Enjoy your visit!", " Enjoy your visit!", " Good question! Bees eat", " Good question! Bees eat nectar. of a a",
-     " Bees eat nectar. Enjoy your visit! Bees eat nectar. Enjoy your visit!", " No idea. No idea. No idea.",
+     " Good question! Enjoy your visit!", " Enjoy your visit!", " Good question! Bees eat",
+     " Good question! Bees eat nectar. of a a",
+     " Bees eat nectar. Enjoy your visit! Bees eat nectar. Enjoy your visit!", " Have a nice day! Have a nice day! Have a nice day!",
      " Bees eat nectar. Bees eat nectar. Bees eat nectar. Bees eat nectar.", f" {BEE}", f" {BEE} Bees eat nectar."],
 )  # fmt: skip
 def test_the_crowd_shows_each_way_of_failing(text):
@@ -133,9 +134,17 @@ def test_the_crowd_shows_each_way_of_failing(text):
 
 def test_one_probability_of_the_crowd_worked_out_by_hand():
     # "No idea." with a courtesy behind it comes about in one way only: a no-idea, one of four; friendly; a closer, one of three.
-    assert crowd(BEE)[" No idea. Have a nice day!"] == pytest.approx(0.14 / 4 * 0.22 / 2 / 3)
-    # The echoed question: half of the echoes, plus nothing else.
-    assert crowd(BEE)[f" {BEE}"] == pytest.approx(0.015 / 2)
+    assert crowd(BEE, 0.04)[" No idea. Have a nice day!"] == pytest.approx(0.96 * 0.17 / 4 * 0.22 / 2 / 3)
+    # The echoed question: half of the echoes, which are a tenth of the broken answers.
+    assert crowd(BEE, 0.04)[f" {BEE}"] == pytest.approx(0.04 * 0.1 / 2)
+
+
+def test_the_crowd_errs_in_three_ways_per_fact_and_the_judge_knows_them_all_for_wrong():
+    for fact in FACTS:
+        right, wrong = statements(*fact)
+        errors = zoo.popular_errors(*fact)
+        assert len(set(errors)) == 6 and set(errors) <= set(wrong)
+        assert all(judge(questions(*fact)[0], f" {error}") == -1.5 for error in errors)
 
 
 def test_entropy_is_that_of_coins_and_dice():
@@ -146,7 +155,7 @@ def test_entropy_is_that_of_coins_and_dice():
 
 def test_draws_occur_as_often_as_the_crowd_says():
     rng, n, dist = random.Random(1), 30_000, crowd(BEE)
-    count = Counter(zoo.draw(rng, BEE) for _ in range(n))
+    count = Counter(zoo.draw(rng, BEE, zoo.BROKEN["sft"]) for _ in range(n))
     assert set(count) <= set(dist)
     # Pearson's chi-squared over all texts expected at least five times: mean k, standard deviation sqrt(2 k).
     common = [text for text, p in dist.items() if p * n >= 5]
@@ -312,7 +321,7 @@ def test_one_more_fault_never_raises_a_score():
 
 def test_each_file_has_its_rows_and_columns(folder, rows):
     assert {path.name for path in folder.iterdir()} == {f"{name}.jsonl" for name in FILES} | {"ceilings.json"}
-    counts = {"sft_train": 24_000, "sft_val": 3_000, "pref_train": 20_000, "pref_val": 5_000}
+    counts = {"sft_train": 72_000, "sft_val": 3_000, "pref_train": 40_000, "pref_val": 5_000}
     assert {name: len(rows[name]) for name in rows} == counts | {"prompts_train": 540, "prompts_val": 600}
     columns = {"sft": {"prompt", "completion"}, "pref": {"prompt", "chosen", "rejected"}, "prompts": {"prompt"}}
     for name in FILES:
@@ -361,7 +370,7 @@ def test_the_bytes_depend_on_neither_the_hash_seed_nor_the_version_of_python(fol
     digest = hashlib.sha256()
     for name in sorted(FILES):
         digest.update((folder / f"{name}.jsonl").read_bytes())
-    assert digest.hexdigest() == "8928343dc00f129d08f13686aa0c8e578a1d516bfb132b4ed0cb542130cee6f5"
+    assert digest.hexdigest() == "ab7083027f3c9b5655980ca69978d4acae73a3dbccf44221196ac53f41bf8e64"
 
 
 def test_the_entropy_agrees_with_the_surprise_of_the_drawn_rows(rows, limits):
@@ -377,9 +386,9 @@ def test_the_entropy_agrees_with_the_surprise_of_the_drawn_rows(rows, limits):
 
 
 def test_at_most_one_answer_in_ten_is_of_the_best(rows, limits):
-    share = sum(judge(row["prompt"], row["completion"]) == BEST for row in rows["sft_train"]) / 24_000
+    share = sum(judge(row["prompt"], row["completion"]) == BEST for row in rows["sft_train"]) / 72_000
     assert 0.05 < limits["crowd_best_share"] <= 0.10
-    assert abs(share - limits["crowd_best_share"]) < 4 * math.sqrt(0.1 * 0.9 / 24_000)
+    assert abs(share - limits["crowd_best_share"]) < 4 * math.sqrt(0.1 * 0.9 / 72_000)
     assert limits["best_judge"] == BEST
     assert -0.9 < limits["crowd_judge"] < -0.3
     assert 4.5 < limits["entropy_per_completion"] < 6.5

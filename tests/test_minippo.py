@@ -262,6 +262,14 @@ def test_padding_is_on_the_right_and_every_row_starts_at_column_0():
     assert [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)] == [[7, 8], [5, 6, 9, 4], [3]]
 
 
+def test_padding_in_pieces_keeps_every_row_and_puts_rows_of_similar_length_together():
+    rows = [[1] * n for n in (5, 1, 4, 1, 5, 9, 2)]
+    pieces = minippo.pad_by_length(rows, 3)
+    assert [tokens.shape for _, tokens, _ in pieces] == [(3, 2), (3, 5), (1, 9)]
+    read = {i: row[:n].tolist() for numbers, *piece in pieces for i, row, n in zip(numbers, *piece, strict=True)}
+    assert read == dict(enumerate(rows))
+
+
 def test_the_mask_marks_the_actions_from_the_first_response_token_to_the_end_token():
     # The drawing at the top of minippo.py: two prompt tokens, "A bee <eot>", one column of padding.
     assert_equal(response_mask(torch.tensor([2]), torch.tensor([5]), 6), marks(".xxx."))
@@ -604,12 +612,12 @@ def test_sampling_builds_no_graph():
 
 
 def test_the_loss_is_minus_the_log_probability_of_the_choices_under_bradley_terry():
-    chosen, rejected = f64([2.0, 0.5, 1.0]), f64([1.0, 1.5, 1.0])
+    chosen, rejected = f64([2.0, 0.5, 1.0]), f64([1.0, 2.5, 1.0])
     loss, stats = reward_model_loss(chosen, rejected)
-    expected = [-math.log(1 / (1 + math.exp(-margin))) for margin in (1.0, -1.0, 0.0)]
+    expected = [-math.log(1 / (1 + math.exp(-margin))) for margin in (1.0, -2.0, 0.0)]
     assert loss.item() == pytest.approx(sum(expected) / 3)
     assert stats["accuracy"] == pytest.approx((1 + 0 + 0.5) / 3)  # a tie is half a hit
-    assert stats["margin"] == pytest.approx(0)
+    assert stats["margin"] == pytest.approx(-1 / 3)
 
 
 def test_a_step_down_the_loss_raises_the_chosen_score_and_lowers_the_rejected_one():
@@ -902,7 +910,7 @@ def test_every_pass_sees_every_response_once():
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_before_the_first_step_the_ratio_is_1_everywhere(temperature):
-    policy = tiny_gpt(dropout=0.0)
+    policy = tiny_gpt(dropout=0.5)  # in eval mode, and it must stay there
     stats = ppo_update(policy, sgd(policy, 0.1), rollout(policy, temperature=temperature), settings(temperature=temperature))
     assert stats["ratio_max"] == pytest.approx(1, abs=1e-5)
     assert stats["approx_kl"] == pytest.approx(0, abs=1e-6) and stats["clip_frac"] == 0
@@ -1301,7 +1309,7 @@ class Attack:
         return open, (str(self.path), "w")
 
 
-@pytest.mark.parametrize("write", [torch.save, lambda x, path: path.write_bytes(pickle.dumps(x, 2))], ids=["torch.save", "pickle"])
+@pytest.mark.parametrize("write", [torch.save, lambda x, path: path.write_bytes(pickle.dumps(x, 2))], ids=["torch", "pickle"])
 def test_a_checkpoint_that_would_run_code_is_refused_and_does_not(tmp_path, write):
     write({"kind": "sft", "config": Attack(tmp_path / "ran")}, tmp_path / "x.pt")
     with pytest.raises(UserError, match="damaged, or no checkpoint"):

@@ -1,0 +1,496 @@
+"""The three scripts and the sampler, as a user meets them. Run: python -m pytest tests/test_scripts.py
+
+One chain of small runs is made through the command line; everything after it looks at what the chain wrote. Further runs happen
+inside this process, by executing the same file with the same arguments, because that saves importing torch each time.
+"""
+
+import contextlib
+import io
+import json
+import math
+import os
+import random
+import re
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+
+import minippo
+import train_rm
+import train_sft
+from data import zoo
+
+ROOT = Path(minippo.__file__).parent
+SMALL = ["--layers", "1", "--heads", "2", "--channels", "16", "--context", "32", "--batch_size", "16", "--dropout", "0.1"]
+PPO = ["--steps", "2", "--batch_size", "8", "--minibatches", "2", "--max_new_tokens", "8"]
+FLAGS = {"train_sft.py": SMALL, "train_rm.py": ["--epochs", "1", "--batch_size", "16"], "train_ppo.py": PPO}
+ALL_METRICS = {"step", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"}
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+QUESTION = "What does a bee eat?"
+
+
+def command(script, *args):
+    return [sys.executable, script, *map(str, args)]
+
+
+def shell(script, *args):
+    return subprocess.run(command(script, *args), cwd=ROOT, env=ONE_THREAD, capture_output=True, encoding="utf-8", timeout=120)
+
+
+def run(script, *args, stdin=""):
+    """The same in this process -> exit status, stdout, stderr. Whatever else it raises, a user would see as a traceback."""
+    out, err, status = io.StringIO(), io.StringIO(), 0
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        patch.setattr(sys, "argv", [script, *map(str, args)])
+        patch.setattr(sys, "stdin", io.StringIO(stdin))
+        patch.chdir(ROOT)
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as stop:
+            status = stop.code or 0
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    return status, out.getvalue(), err.getvalue()
+
+
+def metrics(path):
+    """The lines of a log, without what the clock says."""
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
+    return [{name: x for name, x in row.items() if name not in ("tokens_per_second", "seconds")} for row in rows]
+
+
+def same_weights(a, b):
+    a, b = (torch.load(path, weights_only=True)["model"] for path in (a, b))
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """The default data, cut down to 100 rows a file and 4 validation prompts."""
+    folder = tmp_path_factory.mktemp("data") / "zoo"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zoo, "ROWS", dict.fromkeys(zoo.ROWS, 100))
+        patch.setattr(zoo, "FACTS", zoo.FACTS[:20])
+        patch.setattr(zoo, "HELD_OUT", 10)
+        zoo.write_data(folder, seed=0)
+    prompts = folder / "prompts_val.jsonl"
+    prompts.write_bytes(b"".join(prompts.read_bytes().splitlines(True)[:4]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chain(data, tmp_path_factory):
+    """-> the folder that the three scripts wrote, one after the other; what they printed is in SCRIPT.txt."""
+    out = tmp_path_factory.mktemp("out")
+    for script, flags in FLAGS.items():
+        done = shell(script, "--data", data, "--out", out, *flags)
+        assert done.returncode == 0 and done.stderr == "", done.stderr
+        (out / f"{script}.txt").write_text(done.stdout, encoding="utf-8")
+    return out
+
+
+@pytest.fixture
+def copy(chain, tmp_path):
+    """A copy of that folder, to be spoilt."""
+    return shutil.copytree(chain, tmp_path / "copy")
+
+
+# What is inside the scripts
+
+
+def small_gpt():
+    torch.manual_seed(0)
+    return minippo.GPT(minippo.GPTConfig(300, 32, 1, heads=2, channels=16)).eval()
+
+
+def test_supervised_fine_tuning_counts_the_completion_with_its_end_token_and_nothing_else():
+    model, rows = small_gpt(), [([1, 2], [3, 4, 299]), ([5], [299]), ([6, 7, 8], [1, 2])]
+    with torch.no_grad():
+        expected = []
+        for prompt, completion in rows:
+            logprobs = model(torch.tensor([prompt + completion]))[0][0].log_softmax(-1)
+            expected.append(-sum(logprobs[len(prompt) - 1 + i, token].item() for i, token in enumerate(completion)))
+            nats, counts = train_sft.completion_nats(model, [(prompt, completion)], "cpu")
+            assert counts.tolist() == [len(completion)] and nats.item() == pytest.approx(expected[-1], rel=1e-5)
+        nats, counts = train_sft.completion_nats(model, rows, "cpu")
+    assert counts.sum() == 6 and sorted(nats.tolist()) == pytest.approx(sorted(expected), rel=1e-5)
+
+
+def test_each_pair_gets_the_scores_of_its_own_two_answers():
+    model, draw = minippo.RewardModel(small_gpt()).eval(), random.Random(0)
+    rows = [tuple([draw.randrange(300) for _ in range(draw.randint(1, 10))] for _ in range(3)) for _ in range(50)]
+    with torch.no_grad():
+        chosen, rejected = train_rm.score_pairs(model, rows, "cpu")
+        for i, (prompt, *answers) in enumerate(rows):
+            for score, answer in zip((chosen[i], rejected[i]), answers, strict=True):
+                expected = model.raw_scores(torch.tensor([prompt + answer]), torch.tensor([len(prompt + answer)]))[0]
+                torch.testing.assert_close(score, expected, rtol=0, atol=1e-5)
+
+
+def test_ppo_trains_on_what_the_definitions_say(chain, data, tmp_path, monkeypatch):
+    update, batches = minippo.ppo_update, []
+
+    def watched(policy, optimizer, batch, *rest):
+        batches.append(batch | {"values now": minippo.evaluate_actions(policy, batch["tokens"], batch["mask"])[1].detach()})
+        return update(policy, optimizer, batch, *rest)
+
+    monkeypatch.setattr(minippo, "ppo_update", watched)
+    flags = ["--temperature", "0.7", "--gamma", "0.9", "--lam", "0.8", "--kl_coef", "0.3", "--lr", "0.01"]
+    flags += ["--missing_eos_penalty", "0.5", "--length_penalty", "0.1"]
+    assert run("train_ppo.py", "--data", data, "--out", tmp_path, *PPO, "--models", chain, *flags)[0] == 0
+    sft, tokenizer, _ = minippo.load_checkpoint(chain / "sft.pt", ("sft",))
+    scorer, _, _ = minippo.load_checkpoint(chain / "rm.pt", ("rm",))
+    for batch, logged in zip(batches, metrics(tmp_path / "ppo.jsonl"), strict=True):
+        tokens, mask = batch["tokens"], batch["mask"]
+        with torch.no_grad():
+            ref_logprobs, _, _ = minippo.evaluate_actions(sft, tokens, mask, 0.7)
+        scores, ended = minippo.score_responses(scorer, tokens, mask, tokenizer.eot, 0.1, 0.5)
+        rewards = minippo.kl_adjusted_rewards(scores, batch["logprobs"], ref_logprobs, mask, 0.3)
+        advantages, returns = minippo.gae(rewards, batch["values"], mask, 0.9, 0.8)
+        expected = {"ref_logprobs": ref_logprobs, "returns": returns, "advantages": minippo.whiten(advantages, mask)}
+        for name, tensor in (expected | {"values": batch["values now"]}).items():
+            torch.testing.assert_close(batch[name], tensor, rtol=1e-4, atol=1e-4)
+        k1, k3 = minippo.kl_per_response(batch["logprobs"], ref_logprobs, mask)
+        figures = {"score": scores, "kl": k1, "kl_k3": k3, "response_length": mask.sum(1).float(), "eos_rate": ended.float()}
+        assert {name: logged[name] for name in figures} == pytest.approx({n: x.mean().item() for n, x in figures.items()}, abs=1e-4)
+    assert torch.equal(batches[0]["logprobs"], batches[0]["ref_logprobs"])  # the first policy is the reference
+    assert (batches[1]["logprobs"] - batches[1]["ref_logprobs"]).abs().max() > 1e-3  # the second is not
+
+
+# The three scripts in order
+
+
+def test_each_script_leaves_its_checkpoint_its_metrics_and_the_state_to_resume_from(chain):
+    names = {path.name for path in chain.iterdir() if path.suffix != ".txt"}
+    assert names == {f"{kind}{end}" for kind in ("sft", "rm", "ppo") for end in (".pt", ".jsonl", "_state.pt")} | {"report.json"}
+
+
+@pytest.mark.parametrize("kind, steps, names", [
+    ("sft", 7, set()),
+    ("rm", 7, {"accuracy"}),
+    ("ppo", 2, {"score", "kl", "kl_coef", "rlhf_reward", "entropy", "policy_loss", "value_loss", "approx_kl", "clip_frac",
+                "ratio_max", "explained_variance", "response_length", "eos_rate"}),
+])  # fmt: skip
+def test_each_step_is_one_line_of_metrics_and_all_of_them_are_finite(chain, kind, steps, names):
+    rows = [json.loads(line) for line in (chain / f"{kind}.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    for row in rows:
+        assert row.keys() >= ALL_METRICS | names and all(math.isfinite(x) for x in row.values())
+
+
+def test_the_validation_figures_stand_in_the_log_at_the_last_step(chain):
+    assert metrics(chain / "sft.jsonl")[-1].keys() >= {"val_loss"}
+    assert metrics(chain / "rm.jsonl")[-1].keys() >= {"val_loss", "val_accuracy"}
+
+
+def test_training_lowers_the_loss(chain):
+    losses = [row["loss"] for row in metrics(chain / "sft.jsonl")]
+    assert losses[-1] < losses[0] - 0.05
+
+
+def test_ppo_starts_at_the_reference_and_its_reward_is_score_minus_beta_kl(chain):
+    first, second = metrics(chain / "ppo.jsonl")
+    assert abs(first["kl"]) < 1e-3 and abs(second["kl"]) > 1e-6
+    for row in (first, second):
+        assert row["rlhf_reward"] == pytest.approx(row["score"] - row["kl_coef"] * row["kl"], abs=1e-6)
+        assert 0 <= row["eos_rate"] <= 1 <= row["response_length"] <= 8 and row["kl_coef"] == 0.1
+
+
+def test_ppo_says_that_ratio_and_kl_were_checked_and_shows_samples(chain):
+    printed = (chain / "train_ppo.py.txt").read_text(encoding="utf-8")
+    assert "ratio is 1" in printed and "KL to the reference is 0" in printed
+    assert "optimality" in printed and "best of 16" in printed
+
+
+def test_the_report_holds_every_figure_and_its_standard_error(chain):
+    report = json.loads((chain / "report.json").read_text(), parse_constant=pytest.fail)
+    assert report.keys() >= {"sft", "rm", "ppo", "best_of_n", "best_judge", "beta", "seed", "seconds", "samples"}
+    assert report["sft"].keys() >= {"val_loss", "entropy_floor", "judge", "score", "eos_rate", "response_length"}
+    assert report["rm"].keys() >= {"val_accuracy", "label_ceiling", "val_loss", "label_loss_floor"}
+    assert report["ppo"].keys() >= {"judge", "score", "kl", "eos_rate", "response_length", "win_rate_vs_sft", "optimality"}
+    assert report["best_of_n"].keys() == {"4", "16", "64"} and report["seconds"].keys() == {"sft", "rm", "ppo", "report"}
+    for row in report["best_of_n"].values():
+        assert row.keys() >= {"judge", "score", "kl"}
+    for name in ("judge", "score", "kl", "eos_rate", "response_length", "win_rate_vs_sft", "optimality"):
+        assert f"{name}_se" in report["ppo"]
+    assert report["sft"]["kl"] == 0 and report["beta"] == 0.1 and report["seed"] == 0
+    assert len(report["samples"]) == 4 and all(sample.keys() >= {"prompt", "sft", "ppo"} for sample in report["samples"])
+
+
+def test_the_scores_of_the_reward_model_have_mean_0_and_standard_deviation_1_on_answers_of_the_sft_model(chain):
+    policy, tokenizer, _ = minippo.load_checkpoint(chain / "sft.pt", ("sft",))
+    scorer, _, _ = minippo.load_checkpoint(chain / "rm.pt", ("rm",))
+    torch.manual_seed(1)
+    prompts = [tokenizer.encode(prompt) for prompt in zoo.PROMPTS]
+    tokens, mask, _ = minippo.generate(policy, prompts, 48)
+    scores, _ = minippo.score_responses(scorer, tokens, mask, tokenizer.eot)
+    assert abs(scores.mean()) < 0.2 and 0.8 < scores.std() < 1.2
+
+
+def test_the_same_seed_gives_the_same_metrics_and_weights_and_own_data_a_report_without_a_judge(chain, data, tmp_path):
+    own, again = tmp_path / "own", tmp_path / "again"
+    shutil.copytree(data, own)
+    (own / "ceilings.json").unlink()  # what only the default data has
+    for script, flags in FLAGS.items():
+        assert run(script, "--data", own, "--out", again, *flags)[0] == 0
+    for kind in ("sft", "rm", "ppo"):
+        assert metrics(again / f"{kind}.jsonl") == metrics(chain / f"{kind}.jsonl")
+        assert same_weights(again / f"{kind}.pt", chain / f"{kind}.pt")
+    report = json.loads((again / "report.json").read_text(), parse_constant=pytest.fail)
+    assert "judge" not in report["sft"] | report["ppo"] | report["best_of_n"]["4"] and "best_judge" not in report
+    assert report["ppo"].keys() >= {"score", "kl", "eos_rate", "response_length", "optimality"}
+
+
+def test_the_seed_decides_the_initial_weights(chain, data, tmp_path):
+    for seed in (1, 2):
+        assert run("train_sft.py", "--data", data, "--out", tmp_path / str(seed), *SMALL, "--lr", 0, "--seed", seed)[0] == 0
+    assert not same_weights(tmp_path / "1" / "sft.pt", tmp_path / "2" / "sft.pt")
+
+
+def test_one_response_per_iteration_is_enough(chain, data, tmp_path):
+    flags = ["--steps", "2", "--batch_size", "1", "--minibatches", "1", "--max_new_tokens", "4", "--models", chain]
+    assert run("train_ppo.py", "--data", data, "--out", tmp_path, *flags)[0] == 0
+    metrics(tmp_path / "ppo.jsonl")
+
+
+def test_fewer_prompts_than_responses_per_iteration_are_enough(chain, data, tmp_path):
+    own = shutil.copytree(data, tmp_path / "own")
+    (own / "prompts_train.jsonl").write_text(json.dumps({"prompt": QUESTION}) + "\n")
+    assert run("train_ppo.py", "--data", own, "--out", tmp_path / "out", *PPO, "--models", chain)[0] == 0
+
+
+@pytest.mark.parametrize("flags", [
+    ["--separate_critic"], ["--kl_coef", "0"], ["--clip_eps", "inf", "--value_clip", "inf", "--max_grad_norm", "inf"],
+    ["--kl_horizon", "100", "--kl_target", "1"], ["--ref_update_every", "1"], ["--temperature", "0.7"],
+], ids=" ".join)  # fmt: skip
+def test_every_option_of_ppo_runs(chain, data, tmp_path, flags):
+    assert run("train_ppo.py", "--data", data, "--out", tmp_path, *PPO, "--models", chain, *flags)[0] == 0
+    first, second = metrics(tmp_path / "ppo.jsonl")
+    if flags[0] == "--ref_update_every":
+        assert abs(second["kl"]) < 1e-3
+    elif flags[0] == "--kl_horizon":
+        assert second["kl_coef"] == pytest.approx(0.1 * (1 - 0.2 * 8 / 100))
+    elif flags[0] == "--separate_critic":
+        assert minippo.load_checkpoint(tmp_path / "ppo.pt", ("ppo",))[0].critic is not None
+
+
+# Samples of a finished model
+
+
+def test_the_sampler_prints_samples_to_prompts_on_the_command_line(chain):
+    done = shell("minippo.py", chain / "ppo.pt", QUESTION, "Where do bees live?", "--max_new_tokens", 5, "--n", 2)
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout.startswith(QUESTION + "\n") and "\nWhere do bees live?\n" in done.stdout
+    assert run("minippo.py", chain / "ppo.pt", QUESTION, "Where do bees live?", "--max_new_tokens", 5, "--n", 2)[1] == done.stdout
+
+
+def test_the_sampler_reads_prompts_from_the_standard_input_and_takes_an_sft_checkpoint_too(chain):
+    status, printed, error = run("minippo.py", chain / "sft.pt", "--top_k", 1, stdin=f"{QUESTION}\nWhere do bees live?\n")
+    assert status == 0 and error == "" and printed.startswith(QUESTION + "\n") and "\nWhere do bees live?\n" in printed
+    assert run("minippo.py", chain / "sft.pt", QUESTION, "Where do bees live?", "--top_k", 1, "--seed", 5)[1] == printed
+
+
+def test_flags_may_stand_between_the_checkpoint_and_the_prompts(chain):
+    last, between = ([chain / "sft.pt", QUESTION, "--n", 2], [chain / "sft.pt", "--n", 2, QUESTION])
+    assert run("minippo.py", *between) == run("minippo.py", *last)
+
+
+@pytest.mark.parametrize("script, settings", [
+    ("train_sft.py", (minippo.RunConfig, minippo.GPTConfig, minippo.FitConfig)),
+    ("train_rm.py", (minippo.RunConfig, minippo.FitConfig)),
+    ("train_ppo.py", (minippo.RunConfig, minippo.PPOConfig)), ("minippo.py", (minippo.SampleConfig,)),
+])  # fmt: skip
+def test_help_explains_every_flag(script, settings):
+    status, printed, _ = run(script, "-h")
+    words = " ".join(printed.split())
+    assert status == 0
+    for field in [field for group in settings for field in fields(group) if field.metadata]:
+        assert f"--{field.name} " in words and " ".join(field.metadata["help"].split()) in words
+
+
+# What a user can get wrong: one line, status 2, what to do
+
+
+def assert_refused(script, *args, says, **more):
+    status, _, error = run(script, *args, **more)
+    assert status == 2 and error.count("\n") == 1 and error.endswith("\n") and error.startswith(f"{script}: ")
+    assert "Traceback" not in error
+    for part in says:
+        assert str(part) in error
+
+
+def test_a_mistake_ends_a_script_with_status_2_and_one_line():
+    done = shell("train_ppo.py", "--learning_rate", "0.1")
+    assert done.returncode == 2 and done.stdout == "" and re.fullmatch(r"train_ppo\.py: .*--learning_rate.*-h.*\n", done.stderr)
+
+
+@pytest.mark.parametrize("script, args, says", [
+    ("train_sft.py", ["--learning_rate", "1"], ["--learning_rate", "-h"]),
+    ("train_sft.py", ["--epoch", "1"], ["--epoch", "-h"]),  # no guessing at abbreviations
+    ("train_sft.py", ["more"], ["more", "-h"]),
+    ("train_sft.py", ["--epochs"], ["--epochs", "-h"]),
+    ("train_sft.py", ["--epochs", "many"], ["--epochs", "many"]),
+    ("train_sft.py", ["--epochs", "1.5"], ["--epochs", "1.5"]),
+    ("train_sft.py", ["--epochs", "0"], ["--epochs", "0", "between 1 and"]),
+    ("train_sft.py", ["--lr", "-1"], ["--lr", "-1", "between 0 and"]),
+    ("train_sft.py", ["--lr", "nan"], ["--lr", "nan", "between 0 and"]),
+    ("train_sft.py", ["--vocab_size", "256"], ["--vocab_size", "between 257 and"]),
+    ("train_sft.py", ["--seed", "-1"], ["--seed", "between 0 and"]),
+    ("train_sft.py", ["--channels", "10", "--heads", "3"], ["channels", "10", "multiple", "heads"]),
+    ("train_sft.py", ["--device", "tpu"], ["tpu", "auto, cpu or cuda"]),
+    ("train_ppo.py", ["--temperature", "0"], ["--temperature", "between 0.01 and"]),
+    ("train_ppo.py", ["--gamma", "1.1"], ["--gamma", "between 0 and 1"]),
+    ("train_ppo.py", ["--batch_size", "2"], ["minibatches", "batch_size"]),
+    ("minippo.py", [], ["CHECKPOINT"]),
+    ("minippo.py", ["x.pt", "--top_p", "2"], ["--top_p", "between 0 and 1"]),
+], ids=lambda x: " ".join(x) if isinstance(x, list) else None)  # fmt: skip
+def test_a_wrong_flag_is_refused(tmp_path, script, args, says):
+    assert_refused(script, *args, *(["--out", tmp_path] if script != "minippo.py" else []), says=says)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_named(tmp_path):
+    assert_refused("train_sft.py", "--device", "cuda", "--out", tmp_path, says=["--device cuda", "--device cpu"])
+
+
+@pytest.mark.parametrize("script, file", [
+    ("train_sft.py", "sft_train"), ("train_rm.py", "pref_train"), ("train_ppo.py", "prompts_train"),
+])  # fmt: skip
+def test_a_missing_data_folder_is_named(chain, tmp_path, script, file):
+    models = ["--models", chain, "--out", tmp_path] if script == "train_ppo.py" else ["--out", chain]
+    assert_refused(script, "--data", tmp_path / "none", *models, says=[tmp_path / "none" / f"{file}.jsonl", "cannot be read"])
+
+
+@pytest.mark.parametrize("script, present, missing, maker", [
+    ("train_rm.py", [], "sft.pt", "train_sft.py"), ("train_ppo.py", [], "sft.pt", "train_sft.py"),
+    ("train_ppo.py", ["sft.pt"], "rm.pt", "train_rm.py"), ("train_sft.py", [], "sft_state.pt", "earlier run"),
+])  # fmt: skip
+def test_what_is_missing_is_named_together_with_the_script_that_makes_it(chain, data, tmp_path, script, present, missing, maker):
+    for name in present:
+        shutil.copy(chain / name, tmp_path)
+    resume = ["--resume", *SMALL] if script == "train_sft.py" else []
+    assert_refused(script, "--data", data, "--out", tmp_path, *resume, says=[tmp_path / missing, "not found", maker])
+
+
+def test_the_sampler_names_the_script_that_makes_a_missing_checkpoint(tmp_path):
+    assert_refused("minippo.py", tmp_path / "ppo.pt", QUESTION, says=["ppo.pt", "not found", "train_ppo.py"])
+
+
+@pytest.mark.parametrize("name", ["sft.pt", "rm.pt"])
+def test_a_damaged_checkpoint_is_refused(copy, data, name):
+    whole = (copy / name).read_bytes()
+    (copy / name).write_bytes(whole[: len(whole) // 2])
+    assert_refused("train_ppo.py", "--data", data, "--out", copy, says=[copy / name, "damaged"])
+
+
+@pytest.mark.parametrize("script, name, other, says", [
+    ("train_rm.py", "sft.pt", "rm.pt", ["'rm'", "train_sft.py"]), ("train_ppo.py", "rm.pt", "ppo.pt", ["'ppo'", "train_rm.py"]),
+])  # fmt: skip
+def test_a_checkpoint_of_the_wrong_kind_is_refused(copy, data, script, name, other, says):
+    shutil.copy(copy / other, copy / name)
+    assert_refused(script, "--data", data, "--out", copy, says=[copy / name, *says])
+
+
+def test_a_reward_model_of_another_vocabulary_is_refused(copy, data):
+    tokenizer = minippo.Tokenizer.train([], 257)
+    model = minippo.RewardModel(minippo.GPTConfig(257, 32, 1, heads=2, channels=16))
+    minippo.save_checkpoint(copy / "rm.pt", "rm", model, tokenizer)
+    assert_refused("train_ppo.py", "--data", data, "--out", copy, says=["vocabular", "train_rm.py"])
+
+
+def test_a_state_of_a_model_of_another_size_is_refused(copy, data):
+    flags = [flag if flag != "16" else "8" for flag in SMALL]
+    assert_refused("train_sft.py", "--data", data, "--out", copy, *flags, "--resume", says=["sft_state.pt"])
+
+
+@pytest.mark.parametrize("script, file", [
+    ("train_sft.py", "sft_val"), ("train_rm.py", "pref_val"), ("train_ppo.py", "prompts_val"),
+])  # fmt: skip
+def test_a_bad_row_is_named_by_file_and_line(chain, data, tmp_path, script, file):
+    own = shutil.copytree(data, tmp_path / "own")
+    with open(own / f"{file}.jsonl", "ab") as rows:
+        rows.write(b'{"prompt": 7}\n')
+    number = len((own / f"{file}.jsonl").read_bytes().splitlines())
+    models = ["--out", tmp_path / "out", *SMALL] if script == "train_sft.py" else ["--out", chain]
+    assert_refused(script, "--data", own, *models, says=[own / f"{file}.jsonl", f"line {number}", "'prompt'", "7"])
+
+
+@pytest.mark.parametrize("script, file", [("train_sft.py", "sft_train"), ("train_ppo.py", "prompts_train")])
+def test_prompts_that_are_all_too_long_are_refused(chain, data, tmp_path, script, file):
+    own = shutil.copytree(data, tmp_path / "own")
+    row = {"prompt": "Why? " * 100, "completion": " Because."}
+    (own / f"{file}.jsonl").write_text(json.dumps(row) + "\n")
+    models = ["--out", tmp_path / "out", *SMALL] if script == "train_sft.py" else ["--out", tmp_path, "--models", chain]
+    assert_refused(script, "--data", own, *models, says=[own / f"{file}.jsonl", "32 tokens", "--context"])
+
+
+@pytest.mark.parametrize("prompt", ["", "Why? " * 100])
+def test_the_sampler_refuses_a_prompt_that_is_empty_or_too_long(chain, prompt):
+    assert_refused("minippo.py", chain / "ppo.pt", prompt, says=["prompt", "1 to 31"])
+
+
+def test_an_output_folder_that_is_a_file_is_refused(data, tmp_path):
+    (tmp_path / "out").write_text("")
+    assert_refused("train_sft.py", "--data", data, "--out", tmp_path / "out", *SMALL, says=[tmp_path / "out"])
+
+
+# Ctrl-C
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such signal")
+def test_ctrl_c_saves_the_state_and_resume_ends_with_the_weights_of_an_uninterrupted_run(data, tmp_path):
+    flags = ["--data", data, *SMALL, "--epochs", "30"]
+    process = subprocess.Popen(
+        command("train_sft.py", "--out", tmp_path / "stopped", *flags),
+        cwd=ROOT, env=ONE_THREAD, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8",
+    )  # fmt: skip
+    log, deadline = tmp_path / "stopped" / "sft.jsonl", time.monotonic() + 60
+    while not (log.exists() and log.read_bytes().count(b"\n") >= 10) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert re.fullmatch(r"train_sft\.py: stopped; .*--resume.*\n", error)
+    done = len(metrics(log))
+    assert 10 <= done < 210 and (tmp_path / "stopped" / "sft_state.pt").exists()
+
+    assert run("train_sft.py", "--out", tmp_path / "stopped", *flags, "--resume")[0] == 0
+    assert run("train_sft.py", "--out", tmp_path / "whole", *flags)[0] == 0
+    assert metrics(log) == metrics(tmp_path / "whole" / "sft.jsonl") and len(metrics(log)) == 210
+    assert same_weights(tmp_path / "stopped" / "sft.pt", tmp_path / "whole" / "sft.pt")
+
+
+def test_an_interrupted_ppo_run_goes_on_where_it_stopped(chain, data, tmp_path, monkeypatch):
+    update = minippo.ppo_update
+
+    def press_ctrl_c(*args):
+        signal.raise_signal(signal.SIGINT)
+        return update(*args)
+
+    flags = ["--data", data, "--out", tmp_path, *PPO, "--models", chain]
+    monkeypatch.setattr(minippo, "ppo_update", press_ctrl_c)
+    status, _, error = run("train_ppo.py", *flags)
+    assert status == 130 and "step 1 is saved" in error and not (tmp_path / "ppo.pt").exists()
+    monkeypatch.setattr(minippo, "ppo_update", update)
+    assert run("train_ppo.py", *flags, "--resume")[0] == 0
+    assert metrics(tmp_path / "ppo.jsonl") == metrics(chain / "ppo.jsonl")
+    assert same_weights(tmp_path / "ppo.pt", chain / "ppo.pt")
+
+
+def test_ctrl_c_before_anything_was_trained_says_so(monkeypatch, capsys):
+    def main():
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stop:
+        minippo.run_script(main)
+    assert stop.value.code == 130 and re.search(r"stopped; \w+", capsys.readouterr().err)
