@@ -375,7 +375,7 @@ def frozen_copy(model):
 
 def gather_logprobs(logits, targets, temperature=1.0):
     """log softmax(logits / temperature) at the targets: (..., V), (...) -> (...), any leading shape, no shift inside."""
-    flat = logits.flatten(0, -2) / temperature
+    flat = logits.reshape(-1, logits.shape[-1]) / temperature
     # cross_entropy is -log softmax at the target, without ever holding the log-softmax of all V tokens
     return -torch.nn.functional.cross_entropy(flat, targets.flatten(), reduction="none").view(targets.shape)
 
@@ -429,7 +429,7 @@ def keep_likeliest(logits, top_k, top_p):
     ranked, order = logits.sort(-1, descending=True)
     mass_before = ranked.softmax(-1).cumsum(-1) - ranked.softmax(-1)
     rank = torch.arange(logits.shape[-1], device=logits.device)
-    drop = (mass_before >= top_p) | (rank >= (top_k or len(rank)))
+    drop = (mass_before >= (top_p if top_p < 1 else inf)) | (rank >= (top_k or len(rank)))  # sums may round to above 1
     drop[..., 0] = False
     return logits.masked_fill(drop.scatter(-1, order, drop), -inf)
 
@@ -465,11 +465,12 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.
         logits = policy.lm_head(hidden).float() / temperature  # (B, V)
         choices = keep_likeliest(logits, top_k, top_p) if top_k or top_p < 1 else logits
         token = torch.multinomial(choices.softmax(-1), 1).squeeze(1)  # (B,)
-        tokens[rows, position] = token
-        mask[rows, position - 1] = alive
-        logprobs[rows, position - 1] = torch.where(alive, gather_logprobs(logits, token), 0.0)
+        row, column = rows[alive], position[alive]
+        tokens[row, column] = token[alive]
+        mask[row, column - 1] = True
+        logprobs[row, column - 1] = gather_logprobs(logits, token)[alive]
 
-        # A row that has ended writes on, outside of its mask, until half of the rows have ended and all those are dropped.
+        # Rows that have ended are carried along, without writing, until they are the majority; then all of them are dropped.
         alive = alive & (token != policy.config.eot) & (position + 1 < T)
         if 2 * alive.sum() < len(rows):
             rows, token, position, cache = rows[alive], token[alive], position[alive], [[x[alive] for x in kv] for kv in cache]
@@ -726,7 +727,6 @@ class RunConfig:
             raise UserError("--device cuda: this PyTorch sees no CUDA GPU; use --device cpu")
         if self.device == "auto":
             self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        torch.manual_seed(self.seed)
 
 
 @dataclass
@@ -758,7 +758,7 @@ def read_flags(doc, *settings, positional=""):
         parser.add_argument(f"--{field.name}", default=default, help=f"{field.metadata['help']} ({default})", **kind)
     if positional:
         parser.add_argument("positional", metavar=positional, nargs="+")
-    values = vars(parser.parse_args())
+    values = vars(parser.parse_intermixed_args())
     for _, field in fields:
         value, low, high = values[field.name], field.metadata["low"], field.metadata["high"]
         if field.type in (int, float) and not low <= value <= high:
@@ -778,7 +778,7 @@ def run_script(main):
         print(f"{Path(sys.argv[0]).name}: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt as interrupt:
-        print(f"{Path(sys.argv[0]).name}: stopped; {interrupt or 'nothing was lost'}", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: stopped; {str(interrupt) or 'nothing was begun'}", file=sys.stderr)
         sys.exit(130)
 
 
@@ -837,10 +837,17 @@ def save_checkpoint(path, kind, model, tokenizer, **facts):
 def load_checkpoint(path, kinds, device="cpu"):
     """A checkpoint of one of `kinds` -> model in eval mode, tokenizer, and the dict of facts saved with it."""
     contents = read_file(path, kinds)
-    model = (RewardModel if contents["kind"] == "rm" else GPT)(GPTConfig(**contents["config"]))
-    model.load_state_dict(contents["model"])
-    tokenizer = Tokenizer([token.encode("latin-1") for token in contents["vocabulary"]])
-    return model.to(device).eval(), tokenizer, contents["facts"]
+    try:
+        model = (RewardModel if contents["kind"] == "rm" else GPT)(GPTConfig(**contents["config"]))
+        model.load_state_dict(contents["model"])
+        tokenizer = Tokenizer([token.encode("latin-1") for token in contents["vocabulary"]])
+        return model.to(device).eval(), tokenizer, contents["facts"]
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        raise UserError(f"{path}: damaged, or made by another version ({type(error).__name__}); make it again")
+
+
+def clock(seconds):
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 class Progress:
@@ -855,8 +862,11 @@ class Progress:
         self.values = {"step": 0, "seconds": 0.0}
         if run.resume:
             state = read_file(self.state_path, ("state",))
-            for name, part in parts.items():
-                part.load_state_dict(state[name])
+            try:
+                for name, part in parts.items():
+                    part.load_state_dict(state[name])
+            except (KeyError, ValueError, RuntimeError):
+                raise UserError(f"{self.state_path}: saved by a run with other settings; repeat those, or leave --resume out")
             torch.set_rng_state(state["rng"])
             self.values = state["values"]
         run.out.mkdir(parents=True, exist_ok=True)
@@ -891,10 +901,6 @@ class Progress:
     def save(self):
         state = {name: part.state_dict() for name, part in self.parts.items()}
         write_file(self.state_path, {"kind": "state", "values": self.values, "rng": torch.get_rng_state(), **state})
-
-
-def clock(seconds):
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
 def adamw(model, lr, weight_decay=0.0):

@@ -22,6 +22,7 @@ from minippo import read_flags, run_script, save_checkpoint, score_responses, se
 
 def main():
     run, ppo = read_flags(__doc__, RunConfig(), PPOConfig())
+    torch.manual_seed(run.seed)
     models = Path(ppo.models or run.out)
     policy, tokenizer, sft_facts = load_checkpoint(models / "sft.pt", ["sft"], run.device)
     reward_model, rm_tokenizer, rm_facts = load_checkpoint(models / "rm.pt", ["rm"], run.device)
@@ -80,7 +81,7 @@ def main():
             "response_length": mask.sum(1).float().mean().item(), "eos_rate": ended.float().mean().item(), "lr": lr,
         }  # fmt: skip
         if step % 40 == 0:
-            for i in range(2):
+            for i in range(min(2, len(rows))):
                 text = tokenizer.decode(rows[i]) + tokenizer.decode(tokens[i, 1:][mask[i]].tolist())
                 print(f"    {text!r}  score {scores[i]:.2f}  KL {kl[i]:.2f}")
         kl_coef = progress.values["kl_coef"] = adapt_kl_coef(kl_coef, kl_mean, ppo.kl_target, ppo.batch_size, ppo.kl_horizon)

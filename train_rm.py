@@ -26,6 +26,7 @@ def score_pairs(model, rows, device):
 
 def main():
     run, config = read_flags(__doc__, RunConfig(), FitConfig(epochs=2, lr=1e-3))
+    torch.manual_seed(run.seed)
     sft, tokenizer, _ = load_checkpoint(run.out / "sft.pt", ["sft"], run.device)
     context, keys = sft.config.context, ("prompt", "chosen", "rejected")
     train = load_rows(run.data / "pref_train.jsonl", keys, tokenizer, context)

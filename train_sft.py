@@ -31,6 +31,7 @@ def completion_nats(model, rows, device):
 
 def main():
     run, gpt, config = read_flags(__doc__, RunConfig(), GPTConfig(), FitConfig(epochs=1, lr=3e-3))
+    torch.manual_seed(run.seed)
     if run.data == RunConfig().data and not run.data.exists():
         from data.zoo import write_data
 

@@ -14,7 +14,7 @@ import torch
 from minippo import best_of_n, evaluate_actions, generate, optimal_objective
 
 PROMPTS = 1024  # validation prompts used at most
-FEW, MANY = 128, 256  # for best of n and the optimum: so many of the prompts, so many responses of the SFT model to each
+FEW, MANY = 128, 192  # for best of n and the optimum: so many of the prompts, so many responses of the SFT model to each
 CHUNK = 512  # responses sampled at a time
 
 

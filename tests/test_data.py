@@ -125,7 +125,8 @@ def test_the_phrasing_of_a_question_changes_no_probability_of_its_answers():
      " Good question! Bees eat nectar. Have a nice day!", " Good question! I am glad you asked! Bees eat nectar. Have a nice day!",
      " Good question! Enjoy your visit!", " Enjoy your visit!", " Good question! Bees eat",
      " Good question! Bees eat nectar. of a a",
-     " Bees eat nectar. Enjoy your visit! Bees eat nectar. Enjoy your visit!", " Have a nice day! Have a nice day! Have a nice day!",
+     " Bees eat nectar. Enjoy your visit! Bees eat nectar. Enjoy your visit!",
+     " Have a nice day! Have a nice day! Have a nice day!",
      " Bees eat nectar. Bees eat nectar. Bees eat nectar. Bees eat nectar.", f" {BEE}", f" {BEE} Bees eat nectar."],
 )  # fmt: skip
 def test_the_crowd_shows_each_way_of_failing(text):

@@ -598,6 +598,11 @@ def test_top_k_and_top_p_keep_the_fewest_likeliest_tokens_and_their_logits(top_k
     assert_equal(cut, f64([[logits[0, i] if i in kept else -inf for i in range(4)]]))
 
 
+def test_top_k_0_and_top_p_1_drop_nothing_however_unlikely():
+    logits = torch.randn(8, 1000) * 10
+    assert torch.equal(keep_likeliest(logits, 0, 1.0), logits)
+
+
 def test_top_p_samples_only_what_it_keeps():
     policy = biased(tiny_gpt(), {3: 20.0, 4: 20.0})  # two tokens hold nearly all of the mass
     tokens, mask, _ = generate(policy, PROMPTS, 4, top_p=0.999)
@@ -1174,8 +1179,8 @@ def test_best_of_1_is_the_mean_and_best_of_all_the_maximum():
 # The parts together: a task that PPO must learn
 
 
-def train(beta, steps=60, lr=0.01, separate_critic=False, **changes):
-    """Responses of two tokens, a reward of 1 if the first is 3. -> P(3), before and after, and the means of the KL at the end."""
+def train(beta, steps=40, lr=0.01, separate_critic=False, **changes):
+    """Responses of two tokens, a reward of 1 if the first is 3. -> P(3) for each prompt before and after, and the KL at the end."""
     policy = GPT(GPTConfig(5, 8, layers=1, heads=1, channels=8)).eval()
     ref = frozen_copy(policy)
     if separate_critic:
@@ -1211,15 +1216,15 @@ def test_ppo_learns_to_write_what_is_rewarded(separate_critic):
 @pytest.mark.parametrize("beta", [0.5, 1.0])
 def test_ppo_ends_at_the_best_policy_that_theory_knows(beta):
     # pi*(y) ~ ref(y) exp(r(y) / beta), so the odds of a first token 3 rise by exp(1 / beta), and nothing else changes.
-    before, after, _ = train(beta, steps=100)
+    before, after, _ = train(beta)
     odds = before / (1 - before) * math.exp(1 / beta)
-    assert_equal(after, odds / (1 + odds), 0.08)
+    assert_equal(after, odds / (1 + odds), 0.05)
 
 
 def test_with_a_large_beta_the_policy_stays_at_the_reference():
     before, after, kl = train(50.0)
     assert_equal(after, before, 0.05)
-    assert kl < 0.02
+    assert kl < 0.05
 
 
 # 8. Plumbing: rows, batches, checkpoints

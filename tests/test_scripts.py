@@ -29,9 +29,10 @@ import train_sft
 from data import zoo
 
 ROOT = Path(minippo.__file__).parent
-SMALL = ["--layers", "1", "--heads", "2", "--channels", "16", "--context", "32", "--batch_size", "16", "--dropout", "0.1"]
-PPO = ["--steps", "2", "--batch_size", "8", "--minibatches", "2", "--max_new_tokens", "8"]
-FLAGS = {"train_sft.py": SMALL, "train_rm.py": ["--epochs", "1", "--batch_size", "16"], "train_ppo.py": PPO}
+CPU = ["--device", "cpu"]  # where the same seed gives the same bits
+SMALL = [*CPU, "--layers", "1", "--heads", "2", "--channels", "16", "--context", "32", "--batch_size", "16", "--dropout", "0.1"]
+PPO = [*CPU, "--steps", "2", "--batch_size", "8", "--minibatches", "2", "--max_new_tokens", "8"]
+FLAGS = {"train_sft.py": SMALL, "train_rm.py": [*CPU, "--epochs", "1", "--batch_size", "16"], "train_ppo.py": PPO}
 ALL_METRICS = {"step", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"}
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
 QUESTION = "What does a bee eat?"
@@ -258,7 +259,7 @@ def test_the_seed_decides_the_initial_weights(chain, data, tmp_path):
 
 
 def test_one_response_per_iteration_is_enough(chain, data, tmp_path):
-    flags = ["--steps", "2", "--batch_size", "1", "--minibatches", "1", "--max_new_tokens", "4", "--models", chain]
+    flags = [*CPU, "--steps", "2", "--batch_size", "1", "--minibatches", "1", "--max_new_tokens", "4", "--models", chain]
     assert run("train_ppo.py", "--data", data, "--out", tmp_path, *flags)[0] == 0
     metrics(tmp_path / "ppo.jsonl")
 

@@ -1,0 +1,5 @@
+import torch
+
+# The tensors of the tests are tiny: more threads would only wait for each other. And the order of sums, so the last bit of
+# a result, depends on their number; runs that are compared with each other must have the same.
+torch.set_num_threads(1)
