@@ -139,7 +139,7 @@ def load_jsonl(path, keys):
     try:
         lines = Path(path).read_bytes().split(b"\n")
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); it should hold one JSON object a line with {keys}")
+        raise UserError(f"{path}: cannot be read ({error.strerror}); it should hold one JSON object a line with {', '.join(keys)}")
     rows = []
     for number, line in enumerate(lines, 1):
         where = f"{path}, line {number}"
@@ -351,7 +351,7 @@ class RewardModel(nn.Module):
         """tokens (B, T), lengths (B,) -> (B,), read at the last token of each row, the only one that has seen it all."""
         rows = torch.arange(len(tokens), device=tokens.device)
         last = self.trunk(tokens)[rows, lengths - 1]  # (B, C)
-        return self.score_head(last).squeeze(-1).float()
+        return self.score_head(last).squeeze(-1)
 
     def forward(self, tokens, lengths):
         """The same, normalised: 0 for an average answer of the SFT model, 1 for one standard deviation above it."""
@@ -401,11 +401,11 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0):
     states, actions = tokens[:, :-1], tokens[:, 1:]
     hidden, value_hidden = policy.hidden(states)  # (B, T-1, C)
     # Vocabulary logits for response tokens only: V is far wider than C, and prompts and padding need none.
-    logits = policy.lm_head(hidden[mask]).float() / temperature  # (N, V)
+    logits = policy.lm_head(hidden[mask]) / temperature  # (N, V)
     logprobs = gather_logprobs(logits, actions[mask])  # (N,)
-    values = policy.value_head(value_hidden[mask]).squeeze(-1).float()  # (N,)
+    values = policy.value_head(value_hidden[mask]).squeeze(-1)  # (N,)
     entropy = torch.logsumexp(logits, -1) - (logits.softmax(-1) * logits).sum(-1)  # (N,): H = log Z - E[logit]
-    blank = torch.zeros(mask.shape, device=mask.device)
+    blank = logits.new_zeros(mask.shape)
     return [blank.masked_scatter(mask, x) for x in (logprobs, values, entropy)]
 
 
@@ -453,7 +453,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.
     T = min(longest + max_new_tokens, policy.config.context)
     tokens = F.pad(prompt_tokens, (0, T - longest))
     mask = torch.zeros_like(tokens[:, 1:], dtype=torch.bool)
-    logprobs = torch.zeros_like(mask, dtype=torch.float)
+    logprobs = torch.zeros_like(mask, dtype=policy.lm_head.weight.dtype)
 
     rows = torch.arange(B, device=tokens.device)  # the rows still in work
     alive = torch.ones_like(rows, dtype=torch.bool)
@@ -462,7 +462,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.
     hidden = policy.trunk(prompt_tokens, columns(cache, longest), torch.arange(longest, device=tokens.device).expand(B, -1))
     hidden = hidden[rows, lengths - 1]  # (B, C): after the last token of each prompt
     for reach in range(longest + 1, longest + max_new_tokens + 1):
-        logits = policy.lm_head(hidden).float() / temperature  # (B, V)
+        logits = policy.lm_head(hidden) / temperature  # (B, V)
         choices = keep_likeliest(logits, top_k, top_p) if top_k or top_p < 1 else logits
         token = torch.multinomial(choices.softmax(-1), 1).squeeze(1)  # (B,)
         row, column = rows[alive], position[alive]
@@ -702,7 +702,7 @@ def best_of_n(scores, values, n):
     the C(M, n) subsets. The policy "best of n" has a KL to the reference of at most log n - (n - 1) / n.
     """
     M = scores.shape[1]
-    weights = torch.tensor([math.comb(k - 1, n - 1) / math.comb(M, n) for k in range(1, M + 1)]).to(scores)
+    weights = scores.new_tensor([math.comb(k - 1, n - 1) / math.comb(M, n) for k in range(1, M + 1)])
     return (values.gather(1, scores.argsort(dim=1, stable=True)) * weights).sum(1)
 
 
@@ -871,7 +871,7 @@ class Progress:
             self.values = state["values"]
         run.out.mkdir(parents=True, exist_ok=True)
         logged = log_path.read_text().splitlines(True) if run.resume else []
-        log_path.write_text("".join(line for line in logged if json.loads(line)["step"] <= self.values["step"]))
+        log_path.write_text("".join(logged[: self.values["step"]]))  # one line a step; those after the last save are made again
         self.log, self.asked = open(log_path, "a"), interrupts()
         self.began = self.shown = time.perf_counter() - self.values["seconds"]
 

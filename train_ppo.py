@@ -71,7 +71,7 @@ def main():
         stats = ppo_update(policy, optimizer, batch, ppo, step + 1)
 
         kl, kl_k3 = kl_per_response(logprobs, ref_logprobs, mask)
-        score_mean, kl_mean, kl_se = scores.mean().item(), kl.mean().item(), kl.std().item() / math.sqrt(len(kl))
+        score_mean, kl_mean, kl_se = scores.mean().item(), kl.mean().item(), kl.std(correction=0).item() / math.sqrt(len(kl))
         if kl_mean < -4 * kl_se - 1e-4:
             print(f"warning: step {step + 1}: KL {kl_mean:.3f} ± {kl_se:.3f} is below 0: sampling and scoring disagree")
         metrics = {

@@ -438,8 +438,8 @@ def test_the_scored_distribution_is_the_softmax_of_the_logits_over_the_temperatu
     policy, tokens = tiny_gpt(), torch.randint(EOT + 1, (4, 9))
     logprobs, _, entropy = evaluate_actions(policy, tokens, torch.ones(4, 8, dtype=torch.bool), temperature)
     all_logprobs = (policy(tokens)[0][:, :-1] / temperature).log_softmax(-1)
-    assert_equal(logprobs.double(), all_logprobs.gather(-1, tokens[:, 1:, None]).squeeze(-1), 1e-5)
-    assert_equal(entropy.double(), -(all_logprobs.exp() * all_logprobs).sum(-1), 1e-5)
+    assert_equal(logprobs.double(), all_logprobs.gather(-1, tokens[:, 1:, None]).squeeze(-1), 1e-10)
+    assert_equal(entropy.double(), -(all_logprobs.exp() * all_logprobs).sum(-1), 1e-10)
 
 
 def test_what_lies_outside_the_mask_changes_neither_results_nor_gradients():
@@ -495,7 +495,7 @@ def test_decoding_with_a_cache_gives_the_logprobs_that_scoring_the_whole_rows_gi
     check_layout(tokens, mask, PROMPTS, EOT, max_new_tokens, context=16)
     with torch.no_grad():
         scored, _, _ = evaluate_actions(policy, tokens, mask, temperature)
-    assert_equal(logprobs, scored, 1e-5)
+    assert_equal(logprobs, scored, 1e-10)
     assert not logprobs[~mask].any()
 
 
@@ -505,7 +505,7 @@ def test_a_row_that_reaches_the_end_of_the_context_keeps_its_last_token_while_th
     tokens, mask, logprobs = generate(policy, prompts, 20)
     assert mask.sum(1).tolist() == [2, 7, 7, 7] and tokens.shape == (4, 8)
     with torch.no_grad():
-        assert_equal(logprobs, evaluate_actions(policy, tokens, mask)[0], 1e-5)
+        assert_equal(logprobs, evaluate_actions(policy, tokens, mask)[0], 1e-10)
 
 
 @pytest.mark.parametrize("bias, lengths", [(inf, [1, 1, 1]), (-inf, [5, 5, 5])])
