@@ -508,14 +508,14 @@ def reward_model_loss(chosen_scores, rejected_scores):
 
 @dataclass
 class PPOConfig:
-    steps: int = option(200, "PPO iterations; each samples, scores and updates once", 1)
+    steps: int = option(300, "PPO iterations; each samples, scores and updates once", 1)
     batch_size: int = option(128, "prompts, and so responses, per iteration", 1)
     max_new_tokens: int = option(48, "longest response, in tokens", 1)
     temperature: float = option(1.0, "divides the logits, in sampling and in scoring alike", 0.01)
-    lr: float = option(2.5e-4, "peak learning rate of AdamW; it falls linearly to 0", 0)
+    lr: float = option(6e-4, "peak learning rate of AdamW; it falls linearly to 0", 0)
     warmup: int = option(5, "iterations in which the learning rate climbs to its peak", 0)
     max_grad_norm: float = option(1.0, "longer gradients are scaled down to this norm", 0)
-    epochs: int = option(2, "passes over each batch of responses", 1)
+    epochs: int = option(1, "passes over each batch of responses", 1)
     minibatches: int = option(4, "gradient steps per pass", 1)
     kl_coef: float = option(0.1, "beta, the price of one nat of KL to the reference, paid in the reward", 0)
     kl_target: float = option(6.0, "KL in nats that the adaptive beta steers to; needs a finite kl_horizon", 1e-6)
