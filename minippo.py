@@ -434,7 +434,7 @@ def keep_likeliest(logits, top_k, top_p):
     return logits.masked_fill(drop.scatter(-1, order, drop), -inf)
 
 
-def columns(cache, count):
+def first_columns(cache, count):
     """The first columns of a key/value cache: those that any row has reached."""
     return [[x[:, :count] for x in kv] for kv in cache]
 
@@ -459,7 +459,8 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.
     alive = torch.ones_like(rows, dtype=torch.bool)
     position = lengths  # the column that each row writes next
     cache = policy.trunk.new_cache(B, T)
-    hidden = policy.trunk(prompt_tokens, columns(cache, longest), torch.arange(longest, device=tokens.device).expand(B, -1))
+    everywhere = torch.arange(longest, device=tokens.device).expand(B, -1)
+    hidden = policy.trunk(prompt_tokens, first_columns(cache, longest), everywhere)
     hidden = hidden[rows, lengths - 1]  # (B, C): after the last token of each prompt
     for reach in range(longest + 1, longest + max_new_tokens + 1):
         logits = policy.lm_head(hidden) / temperature  # (B, V)
@@ -477,7 +478,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.
             alive = alive[alive]
         if len(rows) == 0:
             break
-        hidden = policy.trunk(token[:, None], columns(cache, reach), position[:, None])[:, 0]  # (B, C)
+        hidden = policy.trunk(token[:, None], first_columns(cache, reach), position[:, None])[:, 0]  # (B, C)
         position = (position + 1).clamp(max=T - 1)
     T = int(last_action(mask).max()) + 2  # cut the columns that no response has reached
     return tokens[:, :T], mask[:, : T - 1], logprobs[:, : T - 1]
