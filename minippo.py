@@ -136,10 +136,11 @@ def load_jsonl(path, keys):
     Blank lines, CRLF line ends and a byte-order mark are fine. Anything else that is not a row raises UserError with
     the file, the line, the key and what was found.
     """
+    wanted = f"one JSON object a line with {', '.join(keys)}"
     try:
         lines = Path(path).read_bytes().split(b"\n")
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); it should hold one JSON object a line with {', '.join(keys)}")
+        raise UserError(f"{path}: cannot be read ({error.strerror}); it should hold {wanted}")
     rows = []
     for number, line in enumerate(lines, 1):
         where = f"{path}, line {number}"
@@ -149,11 +150,11 @@ def load_jsonl(path, keys):
         except UnicodeDecodeError as error:
             raise UserError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8")
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{where}: not JSON ({error}); it should be one object with the keys {', '.join(keys)}")
+            raise UserError(f"{where}: not JSON ({error}); the file should hold {wanted}")
         if not text:
             continue
         if not isinstance(row, dict):
-            raise UserError(f"{where}: found {type(row).__name__} where an object with {', '.join(keys)} should be")
+            raise UserError(f"{where}: found {type(row).__name__}; the file should hold {wanted}")
         for key in keys:
             if key not in row:
                 raise UserError(f"{where}: no key {key!r}; found {', '.join(map(repr, row)) or 'no key at all'}")
@@ -161,7 +162,7 @@ def load_jsonl(path, keys):
                 raise UserError(f"{where}: the value of {key!r} should be a string, found {json.dumps(row[key])[:40]}")
         rows.append(tuple(row[key] for key in keys))
     if not rows:
-        raise UserError(f"{path}: no rows; it should hold one JSON object a line with {', '.join(keys)}")
+        raise UserError(f"{path}: no rows; it should hold {wanted}")
     return rows
 
 
@@ -421,35 +422,24 @@ def last_action(mask):
 # position, and the cache of keys and values spares reading a row again for every token.
 
 
-def keep_likeliest(logits, top_k, top_p):
-    """Set all but the likeliest tokens of logits (B, V) to -inf: the first top_k, the fewest that reach mass top_p.
-
-    Only for reading samples of a finished model: PPO samples from the full distribution, the one that it scores.
-    """
-    ranked, order = logits.sort(-1, descending=True)
-    mass_before = ranked.softmax(-1).cumsum(-1) - ranked.softmax(-1)
-    rank = torch.arange(logits.shape[-1], device=logits.device)
-    drop = (mass_before >= (top_p if top_p < 1 else inf)) | (rank >= (top_k or len(rank)))  # sums may round to above 1
-    drop[..., 0] = False
-    return logits.masked_fill(drop.scatter(-1, order, drop), -inf)
-
-
 def first_columns(cache, count):
     """The first columns of a key/value cache: those that any row has reached."""
     return [[x[:, :count] for x in kv] for kv in cache]
 
 
 @torch.no_grad()
-def generate(policy, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0):
+def generate(policy, prompts, max_new_tokens, temperature=1.0, top_k=0):
     """Sample one response to each prompt, until end-of-text, max_new_tokens, or the end of the context.
 
     prompts: B non-empty lists of ids, each shorter than the context (else ValueError). Returns tokens (B, T),
     mask (B, T-1), and the log-probability of each sampled token, (B, T-1), in nats, 0 outside the mask.
+    top_k > 0 samples among so many likeliest tokens only. That is for reading what a finished model writes: PPO needs
+    samples of the full distribution, which is the one that it scores.
     """
     if not all(0 < len(prompt) < policy.config.context for prompt in prompts):
         raise ValueError(f"a prompt must have between 1 and {policy.config.context - 1} tokens (the context less one)")
     prompt_tokens, lengths = pad(prompts, policy.lm_head.weight.device)
-    B, longest = prompt_tokens.shape
+    (B, longest), V = prompt_tokens.shape, policy.config.vocab_size
     T = min(longest + max_new_tokens, policy.config.context)
     tokens = F.pad(prompt_tokens, (0, T - longest))
     mask = torch.zeros_like(tokens[:, 1:], dtype=torch.bool)
@@ -464,8 +454,8 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.
     hidden = hidden[rows, lengths - 1]  # (B, C): after the last token of each prompt
     for reach in range(longest + 1, longest + max_new_tokens + 1):
         logits = policy.lm_head(hidden) / temperature  # (B, V)
-        choices = keep_likeliest(logits, top_k, top_p) if top_k or top_p < 1 else logits
-        token = torch.multinomial(choices.softmax(-1), 1).squeeze(1)  # (B,)
+        allowed = logits.masked_fill(logits < logits.topk(min(top_k, V)).values[:, -1:], -inf) if top_k else logits
+        token = torch.multinomial(allowed.softmax(-1), 1).squeeze(1)  # (B,)
         row, column = rows[alive], position[alive]
         tokens[row, column] = token[alive]
         mask[row, column - 1] = True
@@ -682,33 +672,7 @@ def ppo_update(policy, optimizer, batch, config, step=0):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 7. How good can it get?
-#
-# For a fixed reference, reward and beta, the best policy is known: pi*(y | x) ~ ref(y | x) exp(r(x, y) / beta). Samples of
-# the reference alone tell how well it does, and how well PPO could do. (Derived in Korbak et al., arXiv:2205.11275.)
-
-
-def optimal_objective(scores, kl_coef):
-    """The largest E[r] - beta KL that any policy reaches: scores (P, M) of M reference samples per prompt -> (P,).
-
-    J*(x) = beta log E_ref[exp(r / beta)], with the mean over the samples for E. A little low for small M.
-    """
-    return kl_coef * (torch.logsumexp(scores / kl_coef, 1) - math.log(scores.shape[1]))
-
-
-def best_of_n(scores, values, n):
-    """The expected value of the sample with the best score among n: scores, values (P, M) -> (P,).
-
-    Exact over all subsets of n out of the M samples: the one ranked k-th from below is the best of C(k-1, n-1) of
-    the C(M, n) subsets. The policy "best of n" has a KL to the reference of at most log n - (n - 1) / n.
-    """
-    M = scores.shape[1]
-    weights = scores.new_tensor([math.comb(k - 1, n - 1) / math.comb(M, n) for k in range(1, M + 1)])
-    return (values.gather(1, scores.argsort(dim=1, stable=True)) * weights).sum(1)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# 8. Plumbing: flags, checkpoints, the log, and the loop that SFT and the reward model share. No ideas below this line.
+# 7. Plumbing: flags, files, checkpoints, the log. No ideas below this line.
 
 
 @dataclass
@@ -728,17 +692,6 @@ class RunConfig:
             raise UserError("--device cuda: this PyTorch sees no CUDA GPU; use --device cpu")
         if self.device == "auto":
             self.device = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@dataclass
-class FitConfig:
-    epochs: int = option(1, "passes over the training rows", 1)
-    batch_size: int = option(64, "rows per step", 1)
-    lr: float = option(1e-3, "peak learning rate of AdamW; it falls linearly to 0", 0)
-    warmup: int = option(20, "steps in which the learning rate climbs to its peak", 0)
-    weight_decay: float = option(0.0, "AdamW's decay of the weights", 0)
-    max_grad_norm: float = option(1.0, "longer gradients are scaled down to this norm", 0)
-    evals: int = option(8, "validations during the run; the best checkpoint is kept", 1)
 
 
 def read_flags(doc, *settings, positional=""):
@@ -770,30 +723,17 @@ def read_flags(doc, *settings, positional=""):
 
 def run_script(main):
     """Call main(). What the user can put right ends in one line and status 2, Ctrl-C in one line and status 130."""
+    sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows ? instead of ending the run
     try:
-        main()
+        return main()
     except UserError as error:
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-        sys.exit(2)
+        status, message = 2, error
     except OSError as error:
-        print(f"{Path(sys.argv[0]).name}: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt as interrupt:
-        print(f"{Path(sys.argv[0]).name}: stopped; {str(interrupt) or 'nothing was begun'}", file=sys.stderr)
-        sys.exit(130)
-
-
-def interrupts():
-    """A list that is empty until Ctrl-C or SIGTERM; then the loop ends its step and saves. A second one kills."""
-    asked = []
-
-    def ask(number, frame):
-        asked.append(number)
-        signal.signal(number, signal.SIG_DFL)
-
-    signal.signal(signal.SIGINT, ask)
-    signal.signal(signal.SIGTERM, ask)
-    return asked
+        status, message = 2, f"{error.filename or 'output'}: {error.strerror}"
+    except KeyboardInterrupt as stop:
+        status, message = 130, f"stopped; {str(stop) or 'files written before are whole'}"
+    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    sys.exit(status)
 
 
 MADE_BY = {"sft": "train_sft.py", "rm": "train_rm.py", "ppo": "train_ppo.py"}
@@ -847,6 +787,17 @@ def load_checkpoint(path, kinds, device="cpu"):
         raise UserError(f"{path}: damaged, or made by another version ({type(error).__name__}); make it again")
 
 
+def random_state():
+    """The states of PyTorch's generators, on which everything random in a training loop depends."""
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
+
+
+def set_random_state(states):
+    torch.set_rng_state(states[0])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(states[1:])
+
+
 def clock(seconds):
     return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
@@ -854,27 +805,40 @@ def clock(seconds):
 class Progress:
     """How far a training run has come: its log, its clock, and the state from which --resume goes on.
 
-    parts: whatever has a state_dict() (model, optimizer). `values` holds the numbers that must survive an interruption.
+    configs: the settings that must be the same when it goes on. parts: whatever has a state_dict() (model, optimizer).
+    `values` holds the numbers that must survive an interruption.
     """
 
-    def __init__(self, kind, run, steps, **parts):
+    def __init__(self, kind, run, configs, steps, **parts):
         self.state_path, log_path = run.out / f"{kind}_state.pt", run.out / f"{kind}.jsonl"
-        self.run, self.steps, self.parts = run, steps, parts
-        self.values = {"step": 0, "seconds": 0.0}
-        if run.resume:
+        self.run, self.steps, self.parts, self.values = run, steps, parts, {"step": 0, "seconds": 0.0}
+        self.settings = {"data": str(run.data), "seed": run.seed, "steps": steps}
+        for config in configs:
+            self.settings |= dataclasses.asdict(config)
+        if run.resume and not self.state_path.exists():
+            print(f"--resume: {self.state_path} is not there, so this run starts at the beginning")
+        elif run.resume:
             state = read_file(self.state_path, ("state",))
-            try:
-                for name, part in parts.items():
-                    part.load_state_dict(state[name])
-            except (KeyError, ValueError, RuntimeError):
-                raise UserError(f"{self.state_path}: saved by a run with other settings; repeat those, or leave --resume out")
-            torch.set_rng_state(state["rng"])
+            was = state["settings"]
+            differ = [f"--{name} {was.get(name)}" for name, value in self.settings.items() if was.get(name) != value]
+            if differ:
+                raise UserError(f"{self.state_path} was saved with {' '.join(differ)}; repeat that, or leave --resume out")
+            for name, part in parts.items():
+                part.load_state_dict(state[name])
+            set_random_state(state["random"])
             self.values = state["values"]
         run.out.mkdir(parents=True, exist_ok=True)
-        logged = log_path.read_text().splitlines(True) if run.resume else []
+        logged = log_path.read_text().splitlines(True) if self.values["step"] else []
         log_path.write_text("".join(logged[: self.values["step"]]))  # one line a step; those after the last save are made again
-        self.log, self.asked = open(log_path, "a"), interrupts()
+        self.log, self.asked = open(log_path, "a"), []
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.ask)
         self.began = self.shown = time.perf_counter() - self.values["seconds"]
+
+    def ask(self, number, frame):
+        """At the first Ctrl-C or SIGTERM the loop ends its step and saves; a second one kills."""
+        self.asked.append(number)
+        signal.signal(number, signal.SIG_DFL)
 
     def end_step(self, tokens, show, **metrics):
         """Log the metrics of a step, print those named in `show` every few seconds; save now and then, or when asked."""
@@ -887,21 +851,18 @@ class Progress:
         self.log.flush()
         if time.perf_counter() - self.shown > 4 or step == self.steps:
             self.shown = time.perf_counter()
-            left = seconds / step * (self.steps - step)
             numbers = "  ".join(f"{name} {metrics[name]:.3g}" for name in show if name in metrics)
-            progress = f"{speed:,.0f} tokens/s  {clock(seconds)}, {clock(left)} left"
-            print(f"step {step:>4}/{self.steps}  {numbers}  {progress}", flush=True)
+            times = f"{clock(seconds)}, {clock(seconds / step * (self.steps - step))} left"
+            print(f"step {step:>4}/{self.steps}  {numbers}  {speed:,.0f} tokens/s  {times}", flush=True)
         if self.asked or step % self.run.save_every == 0 or step == self.steps:
-            self.save()
+            parts = {name: part.state_dict() for name, part in self.parts.items()}
+            state = {"kind": "state", "settings": self.settings, "values": self.values, "random": random_state()}
+            write_file(self.state_path, state | parts)
         if self.asked:
             raise KeyboardInterrupt(f"step {step} is saved, --resume goes on from there")
         if step == self.steps:
             signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on, Ctrl-C has nothing to save
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-    def save(self):
-        state = {name: part.state_dict() for name, part in self.parts.items()}
-        write_file(self.state_path, {"kind": "state", "values": self.values, "rng": torch.get_rng_state(), **state})
 
 
 def adamw(model, lr, weight_decay=0.0):
@@ -955,34 +916,9 @@ def load_rows(path, keys, tokenizer, context):
     return encoded
 
 
-def fit(kind, run, config, model, rows, loss_of, validate, save):
-    """Supervised training, for SFT and reward model alike: the weights with the lowest validation loss are saved.
-
-    rows: how many training rows there are; loss_of(row numbers) -> loss, number of tokens, stats;
-    validate() -> facts, "val_loss" among them; save(facts). Returns the facts of the saved weights.
-    """
-    steps = config.epochs * math.ceil(rows / config.batch_size)
-    optimizer = adamw(model, config.lr, config.weight_decay)
-    progress = Progress(kind, run, steps, model=model, optimizer=optimizer)
-    best = progress.values.setdefault("best", {"val_loss": inf})
-    for step, numbers in zip(range(steps), batches(rows, config.batch_size, run.seed)):
-        if step < progress.values["step"]:
-            continue  # done before the interruption
-        lr = set_lr(optimizer, config.lr, step, steps, config.warmup)
-        loss, tokens, stats = loss_of(numbers)
-        norm = optimizer_step(loss, model, optimizer, config.max_grad_norm, step + 1)
-        stats = {"loss": loss.item(), **stats, "lr": lr, "grad_norm": norm}
-        if (step + 1) % math.ceil(steps / config.evals) == 0 or step + 1 == steps:
-            model.eval()
-            with torch.no_grad():
-                facts = validate()
-            model.train()
-            stats.update(facts)
-            if facts["val_loss"] <= best["val_loss"]:
-                best.update(facts)
-                save(facts)
-        progress.end_step(tokens, ["loss", "accuracy", "val_loss", "val_accuracy"], **stats)
-    return best
+def printable(text):
+    """The text with its control characters spelled out: what a model writes must not steer the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 @dataclass
@@ -990,7 +926,6 @@ class SampleConfig:
     n: int = option(1, "responses to each prompt", 1)
     temperature: float = option(1.0, "divides the logits; below 1 keeps to the likelier words", 0.01)
     top_k: int = option(0, "choose among this many likeliest tokens only; 0: among all; 1: always the likeliest", 0)
-    top_p: float = option(1.0, "choose among the likeliest tokens that reach this probability together", 0, 1)
     max_new_tokens: int = option(64, "longest response, in tokens", 1)
     seed: int = option(0, "seed of the samples", 0, 2**31)
 
@@ -1007,12 +942,10 @@ def main():
         prompt = tokenizer.encode(text)
         if not 0 < len(prompt) < policy.config.context:
             raise UserError(f"the prompt {text[:40]!r} has {len(prompt)} tokens, should have 1 to {policy.config.context - 1}")
-        tokens, mask, _ = generate(
-            policy, [prompt] * config.n, config.max_new_tokens, config.temperature, config.top_k, config.top_p
-        )
-        print(text)
+        tokens, mask, _ = generate(policy, [prompt] * config.n, config.max_new_tokens, config.temperature, config.top_k)
+        print(printable(text))
         for ids, response in zip(tokens[:, 1:], mask):
-            print(" ", tokenizer.decode(ids[response].tolist()).strip(), flush=True)
+            print(" ", printable(tokenizer.decode(ids[response].tolist()).strip()), flush=True)
 
 
 if __name__ == "__main__":

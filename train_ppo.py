@@ -37,7 +37,7 @@ def main():
         policy = policy.with_critic(reward_model)
     policy.eval()  # no dropout, ever: it would make the policy differ from itself
     optimizer = adamw(policy, ppo.lr)
-    progress = Progress("ppo", run, ppo.steps, policy=policy, ref=ref, optimizer=optimizer)
+    progress = Progress("ppo", run, (ppo, policy.config), ppo.steps, policy=policy, ref=ref, optimizer=optimizer)
     kl_coef = progress.values.setdefault("kl_coef", ppo.kl_coef)
 
     def score(tokens, mask):

@@ -9,9 +9,10 @@ scores are then shifted and scaled to mean 0 and standard deviation 1 on the SFT
 
 import torch
 
-from minippo import FitConfig, PPOConfig, RewardModel, RunConfig
-from minippo import fit, generate, last_action, load_checkpoint, load_rows, pad_by_length
+from minippo import PPOConfig, RewardModel, RunConfig
+from minippo import generate, last_action, load_checkpoint, load_rows, pad_by_length
 from minippo import read_flags, reward_model_loss, run_script, save_checkpoint
+from train_sft import FitConfig, fit
 
 
 def score_pairs(model, rows, device):

@@ -8,13 +8,56 @@ It minimises the cross-entropy of the completion's tokens, end-of-text included,
 
 import dataclasses
 import json
+import math
 import time
+from dataclasses import dataclass
 
 import torch
 
-from minippo import GPT, FitConfig, GPTConfig, RunConfig, Tokenizer
-from minippo import evaluate_actions, fit, load_jsonl, load_rows, pad_by_length
-from minippo import read_flags, response_mask, run_script, save_checkpoint
+from minippo import GPT, GPTConfig, Progress, RunConfig, Tokenizer
+from minippo import adamw, batches, evaluate_actions, load_jsonl, load_rows, optimizer_step, option, pad_by_length
+from minippo import read_flags, response_mask, run_script, save_checkpoint, set_lr
+
+
+@dataclass
+class FitConfig:
+    epochs: int = option(1, "passes over the training rows", 1)
+    batch_size: int = option(64, "rows per step", 1)
+    lr: float = option(1e-3, "peak learning rate of AdamW; it falls linearly to 0", 0)
+    warmup: int = option(20, "steps in which the learning rate climbs to its peak", 0)
+    weight_decay: float = option(0.0, "AdamW's decay of the weights", 0)
+    max_grad_norm: float = option(1.0, "longer gradients are scaled down to this norm", 0)
+    evals: int = option(8, "validations during the run; the best checkpoint is kept", 1)
+
+
+def fit(kind, run, config, model, rows, loss_of, validate, save):
+    """Supervised training, here and in train_rm.py: the weights with the lowest validation loss are saved.
+
+    rows: how many training rows there are; loss_of(row numbers) -> loss, number of tokens, stats;
+    validate() -> facts, "val_loss" among them; save(facts). Returns the facts of the saved weights.
+    """
+    steps = config.epochs * math.ceil(rows / config.batch_size)
+    optimizer = adamw(model, config.lr, config.weight_decay)
+    progress = Progress(kind, run, (config, model.config), steps, model=model, optimizer=optimizer)
+    best = progress.values.setdefault("best", {"val_loss": math.inf})
+    for step, numbers in zip(range(steps), batches(rows, config.batch_size, run.seed)):
+        if step < progress.values["step"]:
+            continue  # done before the interruption
+        lr = set_lr(optimizer, config.lr, step, steps, config.warmup)
+        loss, tokens, stats = loss_of(numbers)
+        norm = optimizer_step(loss, model, optimizer, config.max_grad_norm, step + 1)
+        stats = {"loss": loss.item(), **stats, "lr": lr, "grad_norm": norm}
+        if (step + 1) % math.ceil(steps / config.evals) == 0 or step + 1 == steps:
+            model.eval()
+            with torch.no_grad():
+                facts = validate()
+            model.train()
+            stats.update(facts)
+            if facts["val_loss"] <= best["val_loss"]:
+                best.update(facts)
+                save(facts)
+        progress.end_step(tokens, ["loss", "accuracy", "val_loss", "val_accuracy"], **stats)
+    return best
 
 
 def completion_nats(model, rows, device):

@@ -1,7 +1,10 @@
 """The report that train_ppo.py ends with: SFT model, best of n, and PPO, measured against each other and the best possible.
 
 Everything is measured on the validation prompts, with fresh samples. Each figure stands beside its standard error, which
-treats the prompts as a random sample of all prompts. The equations are in section 7 of minippo.py.
+treats the prompts as a random sample of all prompts.
+
+For a fixed reference, reward and beta, the best policy is known: pi*(y | x) ~ ref(y | x) exp(r(x, y) / beta). So samples of the
+reference alone tell how well it does, and how well PPO could do. (Derived in Korbak et al., arXiv:2205.11275.)
 """
 
 import json
@@ -11,11 +14,30 @@ from pathlib import Path
 
 import torch
 
-from minippo import best_of_n, evaluate_actions, generate, optimal_objective
+from minippo import evaluate_actions, generate
 
 PROMPTS = 1024  # validation prompts used at most
 FEW, MANY = 128, 192  # for best of n and the optimum: so many of the prompts, so many responses of the SFT model to each
 CHUNK = 512  # responses sampled at a time
+
+
+def optimal_objective(scores, kl_coef):
+    """The largest E[r] - beta KL that any policy reaches: scores (P, M) of M reference samples per prompt -> (P,).
+
+    J*(x) = beta log E_ref[exp(r / beta)], with the mean over the samples for E. A little low for small M.
+    """
+    return kl_coef * (torch.logsumexp(scores / kl_coef, 1) - math.log(scores.shape[1]))
+
+
+def best_of_n(scores, values, n):
+    """The expected value of the sample with the best score among n: scores, values (P, M) -> (P,).
+
+    Exact over all subsets of n out of the M samples: the one ranked k-th from below is the best of C(k-1, n-1) of
+    the C(M, n) subsets. The policy "best of n" has a KL to the reference of at most log n - (n - 1) / n.
+    """
+    M = scores.shape[1]
+    weights = scores.new_tensor([math.comb(k - 1, n - 1) / math.comb(M, n) for k in range(1, M + 1)])
+    return (values.gather(1, scores.argsort(dim=1, stable=True)) * weights).sum(1)
 
 
 def respond(policy, ref, score, prompts, n, tokenizer, ppo, judge=None):

@@ -48,7 +48,7 @@ def shell(script, *args):
 
 def run(script, *args, stdin=""):
     """The same in this process -> exit status, stdout, stderr. Whatever else it raises, a user would see as a traceback."""
-    out, err, status = io.StringIO(), io.StringIO(), 0
+    out, err, status = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True), io.StringIO(), 0
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.setattr(sys, "argv", [script, *map(str, args)])
@@ -61,7 +61,7 @@ def run(script, *args, stdin=""):
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-    return status, out.getvalue(), err.getvalue()
+    return status, out.buffer.getvalue().decode(), err.getvalue()
 
 
 def metrics(path):
@@ -307,8 +307,8 @@ def test_flags_may_stand_between_the_checkpoint_and_the_prompts(chain):
 
 
 @pytest.mark.parametrize("script, settings", [
-    ("train_sft.py", (minippo.RunConfig, minippo.GPTConfig, minippo.FitConfig)),
-    ("train_rm.py", (minippo.RunConfig, minippo.FitConfig)),
+    ("train_sft.py", (minippo.RunConfig, minippo.GPTConfig, train_sft.FitConfig)),
+    ("train_rm.py", (minippo.RunConfig, train_sft.FitConfig)),
     ("train_ppo.py", (minippo.RunConfig, minippo.PPOConfig)), ("minippo.py", (minippo.SampleConfig,)),
 ])  # fmt: skip
 def test_help_explains_every_flag(script, settings):
@@ -353,7 +353,7 @@ def test_a_mistake_ends_a_script_with_status_2_and_one_line():
     ("train_ppo.py", ["--gamma", "1.1"], ["--gamma", "between 0 and 1"]),
     ("train_ppo.py", ["--batch_size", "2"], ["minibatches", "batch_size"]),
     ("minippo.py", [], ["CHECKPOINT"]),
-    ("minippo.py", ["x.pt", "--top_p", "2"], ["--top_p", "between 0 and 1"]),
+    ("minippo.py", ["x.pt", "--top_k", "-1"], ["--top_k", "between 0 and"]),
 ], ids=lambda x: " ".join(x) if isinstance(x, list) else None)  # fmt: skip
 def test_a_wrong_flag_is_refused(tmp_path, script, args, says):
     assert_refused(script, *args, *(["--out", tmp_path] if script != "minippo.py" else []), says=says)
@@ -374,13 +374,12 @@ def test_a_missing_data_folder_is_named(chain, tmp_path, script, file):
 
 @pytest.mark.parametrize("script, present, missing, maker", [
     ("train_rm.py", [], "sft.pt", "train_sft.py"), ("train_ppo.py", [], "sft.pt", "train_sft.py"),
-    ("train_ppo.py", ["sft.pt"], "rm.pt", "train_rm.py"), ("train_sft.py", [], "sft_state.pt", "earlier run"),
+    ("train_ppo.py", ["sft.pt"], "rm.pt", "train_rm.py"),
 ])  # fmt: skip
 def test_what_is_missing_is_named_together_with_the_script_that_makes_it(chain, data, tmp_path, script, present, missing, maker):
     for name in present:
         shutil.copy(chain / name, tmp_path)
-    resume = ["--resume", *SMALL] if script == "train_sft.py" else []
-    assert_refused(script, "--data", data, "--out", tmp_path, *resume, says=[tmp_path / missing, "not found", maker])
+    assert_refused(script, "--data", data, "--out", tmp_path, says=[tmp_path / missing, "not found", maker])
 
 
 def test_the_sampler_names_the_script_that_makes_a_missing_checkpoint(tmp_path):
@@ -411,7 +410,14 @@ def test_a_reward_model_of_another_vocabulary_is_refused(copy, data):
 
 def test_a_state_of_a_model_of_another_size_is_refused(copy, data):
     flags = [flag if flag != "16" else "8" for flag in SMALL]
-    assert_refused("train_sft.py", "--data", data, "--out", copy, *flags, "--resume", says=["sft_state.pt"])
+    says = ["sft_state.pt", "--channels 16", "--batch_size 16", "leave --resume out"]
+    assert_refused("train_sft.py", "--data", data, "--out", copy, *flags, "--resume", says=says)
+
+
+def test_resuming_what_was_never_saved_starts_at_the_beginning_and_says_so(chain, data, tmp_path):
+    status, printed, _ = run("train_ppo.py", "--data", data, "--out", tmp_path, *PPO, "--models", chain, "--resume")
+    assert status == 0 and f"{tmp_path / 'ppo_state.pt'} is not there" in printed
+    assert metrics(tmp_path / "ppo.jsonl") == metrics(chain / "ppo.jsonl")
 
 
 @pytest.mark.parametrize("script, file", [
