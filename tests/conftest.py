@@ -1,5 +1,11 @@
+import pytest
 import torch
 
 # The tensors of the tests are tiny: more threads would only wait for each other. And the order of sums, so the last bit of
 # a result, depends on their number; runs that are compared with each other must have the same.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)

@@ -6,19 +6,7 @@ import pytest
 import torch
 
 from bench.report import best_of_n, optimal_objective
-
-
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
-def assert_equal(a, b, tolerance=1e-12):
-    torch.testing.assert_close(a, b, rtol=0, atol=tolerance)
-
-
-def noise(*shape):
-    return torch.randn(*shape, dtype=torch.float64)
+from tiny import assert_equal, f64, noise
 
 
 @pytest.mark.parametrize("beta", [0.1, 1.0, 10.0])
@@ -35,7 +23,7 @@ def test_the_optimal_objective_is_what_the_best_policy_gets_and_no_other_gets_mo
 
 
 def test_at_a_large_beta_the_optimum_is_the_reference_and_at_a_small_one_the_best_response():
-    scores = torch.tensor([[1.0, 2.0, 6.0]], dtype=torch.float64)
+    scores = f64([[1.0, 2.0, 6.0]])
     assert optimal_objective(scores, 1e6).item() == pytest.approx(3.0, abs=1e-4)
     assert optimal_objective(scores, 1e-3).item() == pytest.approx(6.0, abs=2e-3)
 
