@@ -5,6 +5,7 @@ BIN := .venv/bin
 help:
 	@echo "make run     the three scripts in order on the default data, then the report (writes out/)"
 	@echo "make test    the tests"
+	@echo "make mutants puts some fifty well-known bugs back, one at a time, and shows the test that catches each"
 	@echo "make lint    ruff"
 	@echo "make clean   removes out/, the default data and the environment"
 
@@ -21,6 +22,9 @@ run: .venv/ready
 test: .venv/ready
 	$(BIN)/python -m pytest
 
+mutants: .venv/ready
+	$(BIN)/python -m pytest tests/mutants
+
 lint: .venv/ready
 	$(BIN)/ruff check .
 
@@ -28,4 +32,4 @@ clean:
 	rm -rf out data/zoo .venv .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help run test lint clean
+.PHONY: help run test mutants lint clean

@@ -1,7 +1,8 @@
 """Proof without sampling: every response is enumerated, so that expectations are sums. Run: python -m pytest tests/test_exact.py
 
-With three or four tokens and responses of at most three, the objective J = E[score] - beta KL is a short sum, and autograd gives
-its gradient. The path that train_ppo.py takes (score, KL-adjusted rewards, GAE, policy loss, update) must give the same in expectation.
+With three or four tokens and responses of at most three, the objective J = E[score] - beta KL is a short sum, and autograd
+gives its gradient. The path that train_ppo.py takes (score, KL-adjusted rewards, GAE, policy loss, update) must give the same in
+expectation.
 """
 
 import itertools

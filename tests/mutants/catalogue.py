@@ -1,0 +1,388 @@
+"""Bugs that RLHF code really has, each as a change of one or two lines of the shipped source, and the test that catches it.
+
+`where` says where the bug has been seen (issue and pull-request numbers are those of GitHub); "common" means in more small
+implementations than one would want to list. `effect` is what it does to training.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Mutant:
+    name: str
+    changes: list  # of (text in the source, what stands there instead); each text occurs once
+    where: str
+    effect: str
+    killer: str  # file::test below tests/
+    file: str = "minippo.py"
+
+
+UNIT, EXACT, SCRIPTS = "test_minippo.py::test_", "test_exact.py::test_", "test_scripts.py::test_"
+
+MUTANTS = [
+    # What counts as the response
+    Mutant(
+        "first response token untrained",
+        [("action >= prompt_lengths[:, None]", "action > prompt_lengths[:, None]")],
+        "common, from slicing logits[:, len(prompt):] without the shift",
+        "the model never learns how to begin",
+        UNIT + "the_mask_marks_the_actions_from_the_first_response_token_to_the_end_token",
+    ),
+    Mutant(
+        "end token outside the mask",
+        [("(action < lengths[:, None])", "(action < lengths[:, None] - 1)")],
+        "transformers #23530, trl #976: pad = eos, and the collator hides every pad from the loss",
+        "nothing learns to stop; responses run on to the limit",
+        UNIT + "the_mask_marks_the_actions_from_the_first_response_token_to_the_end_token",
+    ),
+    Mutant(
+        "no end token on the demonstrations",
+        [("tokenizer.encode(completion) + [tokenizer.eot]", "tokenizer.encode(completion)")],
+        "trl #1623: SFT data whose completions lack the end token",
+        "the SFT model never stops, and PPO samples nothing but cut-off text",
+        UNIT + "prompt_and_completion_are_encoded_apart_and_the_completion_gets_its_end_token",
+    ),
+    Mutant(
+        "prompt inside the mask",
+        [("(action >= prompt_lengths[:, None]) & (action < lengths[:, None])", "action < lengths[:, None]")],
+        "common in SFT loops that know no completion mask",
+        "SFT spends itself on questions; in PPO the policy is rewarded for words that it did not write",
+        UNIT + "the_mask_marks_the_actions_from_the_first_response_token_to_the_end_token",
+    ),
+    Mutant(
+        "text of a user ends the document",
+        [("encode_ordinary(text)", 'encode(text, allowed_special="all")')],
+        "any use of a tokenizer that parses special tokens in user text",
+        "whoever types the end token closes the prompt; scores and masks are read at the wrong place",
+        UNIT + "text_that_spells_the_end_token_does_not_give_its_id",
+    ),
+    Mutant(
+        "prompts longer than the context kept",
+        [("if not 0 < len(prompt) < context:", "if not prompt:")],
+        "common",
+        "an index error in the middle of a run, or a row without any response token",
+        UNIT + "rows_that_do_not_fit_are_skipped_or_cut_and_counted",
+    ),
+    Mutant(
+        "last rows of an epoch dropped",
+        [("math.ceil(rows / batch_size)", "max(1, rows // batch_size - 1)")],
+        "drop_last=True in a data loader; with fewer rows than a batch it yields nothing, and `while True` never ends",
+        "batches larger than asked for, or a loop that never takes a step",
+        UNIT + "every_row_comes_once_per_pass_also_when_there_are_fewer_than_a_batch",
+    ),
+    # The networks
+    Mutant(
+        "attention looks ahead",
+        [("is_causal=visible is None", "is_causal=False")],
+        "common when is_causal and attn_mask are mixed up",
+        "the loss falls to nothing in training, and samples are noise",
+        UNIT + "changing_a_token_changes_no_output_before_it",
+    ),
+    Mutant(
+        "score read at the last column",
+        [("self.trunk(tokens)[rows, lengths - 1]", "self.trunk(tokens)[rows, -1]")],
+        "trl #2778: padding on one side, the reward read on the other; gpt-neox #1285",
+        "the reward model judges the padding, and a score depends on the longest neighbour",
+        UNIT + "a_score_is_read_at_the_last_token_and_sees_all_before_it",
+    ),
+    Mutant(
+        "reward model shares the policy's trunk",
+        [("deepcopy(gpt.trunk) if gpt", "gpt.trunk if gpt")],
+        "common when heads are swapped on one loaded model",
+        "training the reward model wrecks the policy, then PPO moves the reward under its own feet",
+        UNIT + "a_reward_model_starts_with_a_copy_of_the_policy_and_shares_nothing",
+    ),
+    Mutant(
+        "scores not normalised",
+        [("(self.raw_scores(tokens, lengths) - self.mean) / self.std", "self.raw_scores(tokens, lengths) - self.mean")],
+        "a detail of the first RLHF code that copies leave out (arXiv:2403.17031)",
+        "beta means something else for every reward model",
+        UNIT + "a_score_is_the_raw_score_shifted_and_scaled",
+    ),
+    Mutant(
+        "dropout in the frozen copies",
+        [("copy.deepcopy(model).eval()", "copy.deepcopy(model).train()")],
+        "trl #4, #744: dropout left on, in the policy or the reference",
+        "the KL of a model to itself is not 0, and every reward is noisy",
+        UNIT + "a_frozen_copy_is_a_copy_without_gradients_or_dropout",
+    ),
+    Mutant(
+        "dropout in PPO",
+        [("policy.eval()  # no dropout", "policy.train()  # no dropout")],
+        "trl #4 and #454, trlx #107: ratio != 1 before the first step",
+        "old and new log-probabilities are of two random networks; the clip acts on noise",
+        SCRIPTS + "ppo_starts_at_the_reference_and_its_reward_is_score_minus_beta_kl",
+        "train_ppo.py",
+    ),
+    Mutant(
+        "the reference is the policy",
+        [("frozen = copy.deepcopy(model).eval()", "frozen = model.eval()")],
+        "common: ref = policy without a copy",
+        "the KL is 0 for ever and holds nothing back",
+        UNIT + "a_frozen_copy_is_a_copy_without_gradients_or_dropout",
+    ),
+    Mutant(
+        "the reference is trained",
+        [("return frozen.requires_grad_(False)", "return frozen")],
+        "common",
+        "gradients flow into reference and reward model: memory for nothing, and with one optimizer over all, a moving target",
+        UNIT + "a_frozen_copy_is_a_copy_without_gradients_or_dropout",
+    ),
+    # Log-probabilities
+    Mutant(
+        "temperature in sampling only",
+        [("policy.lm_head(hidden[mask]) / temperature  # (N, V)", "policy.lm_head(hidden[mask])  # (N, V)")],
+        "OpenRLHF #853, trl #3029",
+        "ratio and KL belong to a distribution that nobody sampled from",
+        UNIT + "the_scored_distribution_is_the_softmax_of_the_logits_over_the_temperature",
+    ),
+    Mutant(
+        "a token forbidden in sampling only",
+        [("torch.multinomial(allowed.softmax(-1), 1)", "torch.multinomial(allowed[:, 1:].softmax(-1), 1).add(1)")],
+        "trl #235, #736: top-k, min_length and suppressed tokens in generate(), full softmax in scoring",
+        "mass moves onto the forbidden token for free: the KL estimate goes negative, then the text falls apart",
+        UNIT + "no_token_is_forbidden",
+    ),
+    Mutant(
+        "actions scored one state late",
+        [("states, actions = tokens[:, :-1], tokens[:, 1:]", "states, actions = tokens[:, 1:], tokens[:, 1:]")],
+        "common: logits and labels not shifted against each other",
+        "the model is trained to repeat the word it has just read",
+        UNIT + "index_t_of_every_result_is_the_choice_of_token_t_plus_1_in_the_state_of_having_read_tokens_0_to_t",
+    ),
+    Mutant(
+        "mean over padding",
+        [("return x[mask].mean()", "return x.mean()")],
+        "rlhf-book #216: approx_kl as a mean over all tokens, padding included",
+        "every statistic shrinks as the padding grows",
+        UNIT + "the_masked_mean_sees_the_mask_only",
+    ),
+    Mutant(
+        "whitening over padding",
+        [("inside = x[mask]\n    whitened", "inside = x\n    whitened")],
+        "common: a whiten() without a mask",
+        "the advantage's zero depends on how much padding there is: short rows are all good, or all bad",
+        UNIT + "whitening_gives_mean_0_and_standard_deviation_1_over_the_mask_and_0_outside",
+    ),
+    Mutant(
+        "whitening keeps the mean",
+        [("(x - inside.mean()) / (inside.std(correction=0) + 1e-8)", "x / (inside.std(correction=0) + 1e-8)")],
+        "whiten(shift_mean=False), meant for rewards, used for advantages",
+        "whatever was sampled becomes likelier, good or bad",
+        UNIT + "whitening_gives_mean_0_and_standard_deviation_1_over_the_mask_and_0_outside",
+    ),
+    # Sampling
+    Mutant(
+        "first token drawn after the padding",
+        [("hidden = hidden[rows, lengths - 1]", "hidden = hidden[:, -1]")],
+        "trl #469: padded prompts in batched generation",
+        "short prompts in a batch are answered as if they ended in padding",
+        UNIT + "decoding_with_a_cache_gives_the_logprobs_that_scoring_the_whole_rows_gives",
+    ),
+    Mutant(
+        "positions counted from the longest prompt",
+        [("reach), position[:, None])[:, 0]", "reach), torch.full_like(position, reach - 1)[:, None])[:, 0]")],
+        "trl #262, #469: positions that ignore the padding",
+        "a row's text depends on its neighbours; sampled and scored log-probabilities disagree",
+        UNIT + "decoding_with_a_cache_gives_the_logprobs_that_scoring_the_whole_rows_gives",
+    ),
+    Mutant(
+        "the cache hides the newest token",
+        [("visible = columns <= positions[:, None, :, None]", "visible = columns < positions[:, None, :, None].clamp(min=1)")],
+        "common off-by-one of hand-written caches",
+        "text is sampled by a model that cannot see its last word",
+        UNIT + "decoding_with_a_cache_gives_the_logprobs_that_scoring_the_whole_rows_gives",
+    ),
+    Mutant(
+        "sampling goes on after the end",
+        [("alive = alive & (token != policy.config.eot) & (position + 1 < T)", "alive = alive & (position + 1 < T)")],
+        "trl FAQ and #235: eos ignored in generate()",
+        "the score is read after text that nobody meant to be part of the answer",
+        UNIT + "a_response_stops_at_the_end_token_or_after_max_new_tokens",
+    ),
+    # The reward model's loss
+    Mutant(
+        "chosen and rejected swapped",
+        [("margin = chosen_scores - rejected_scores", "margin = rejected_scores - chosen_scores")],
+        "arXiv:1909.08593, section 4.4: a flipped sign made the model as bad as it could be, overnight",
+        "PPO makes what people like least",
+        UNIT + "the_loss_is_minus_the_log_probability_of_the_choices_under_bradley_terry",
+    ),
+    Mutant(
+        "log of a sigmoid",
+        [("torch.nn.functional.logsigmoid(margin)", "torch.sigmoid(margin).log()")],
+        "common",
+        "the first pair that the model gets badly wrong gives an infinite loss",
+        UNIT + "the_loss_stays_finite_however_wrong_the_scores",
+    ),
+    # Rewards
+    Mutant(
+        "score one slot late",
+        [("device=mask.device), last] += scores", "device=mask.device), (last + 1).clamp(max=mask.shape[1] - 1)] += scores")],
+        "trl #1893, #3750: the score lands on the first pad after the end token",
+        "the score is masked away, or reaches the policy only through the value function",
+        UNIT + "the_score_is_paid_at_the_last_action_of_the_response",
+    ),
+    Mutant(
+        "score at every token",
+        [("device=mask.device), last] += scores", "device=mask.device)] += torch.where(mask, scores[:, None], 0.0)")],
+        "common",
+        "long answers earn the score many times over",
+        UNIT + "the_score_is_paid_at_the_last_action_of_the_response",
+    ),
+    Mutant(
+        "KL sign flipped",
+        [("-kl_coef * (logprobs - ref_logprobs)", "kl_coef * (logprobs - ref_logprobs)")],
+        "arXiv:1909.08593, section 4.4, and common in small ones",
+        "the policy is paid for leaving the reference",
+        EXACT + "the_expected_update_is_the_gradient_of_score_minus_beta_kl",
+    ),
+    Mutant(
+        "k3 upside down",
+        [("(log_ratio.exp() - 1 - log_ratio).sum(1)", "((-log_ratio).exp() - 1 + log_ratio).sum(1)")],
+        "common: the ratio is ref / pi for samples of pi, and gets written pi / ref",
+        "the log shows a number that is not the KL and explodes with it",
+        UNIT + "both_kl_estimates_are_right_on_average_and_k3_is_never_negative",
+    ),
+    Mutant(
+        "penalty for ending",
+        [("missing_eos_penalty * ~ended", "missing_eos_penalty * ended")],
+        "trl #3750: the check for the end token misses or inverts",
+        "the policy learns never to stop",
+        UNIT + "a_response_is_scored_as_a_whole_row_up_to_its_last_token",
+    ),
+    Mutant(
+        "adaptive beta runs away",
+        [("(1 + error * responses / kl_horizon)", "(1 - error * responses / kl_horizon)")],
+        "common",
+        "the further the policy strays, the cheaper it gets",
+        UNIT + "beta_rises_when_the_kl_is_above_its_target_falls_below_and_stays_at_an_infinite_horizon",
+    ),
+    # Advantages
+    Mutant(
+        "value after the end bootstrapped",
+        [("torch.where(mask, rewards, 0.0), torch.where(mask, values, 0.0)", "torch.where(mask, rewards, 0.0), values")],
+        "DeepSpeedExamples #672, stable-baselines3 #185: the last step sees a value that does not exist",
+        "the value of padding is added to every response",
+        UNIT + "there_is_no_value_after_the_last_action",
+    ),
+    Mutant(
+        "padding inside the returns",
+        [("rewards, values = torch.where(mask, rewards, 0.0), torch", "rewards, values = rewards, torch")],
+        "rlhf-book #216: KL penalties on padding leak into the returns of real tokens",
+        "the longer the padding, the larger the return",
+        UNIT + "nothing_outside_the_mask_reaches_an_advantage_or_a_return",
+    ),
+    Mutant(
+        "gamma missing in the sum",
+        [("delta + gamma * lam * next_advantage", "delta + lam * next_advantage")],
+        "common; invisible as long as gamma is 1",
+        "the discount holds for one step only",
+        UNIT + "gae_is_the_discounted_sum_of_td_errors",
+    ),
+    Mutant(
+        "rewards instead of returns",
+        [("delta = rewards[:, t] + gamma * next_value - values[:, t]", "delta = rewards[:, t] - values[:, t]")],
+        "rlhf-book #216: A = r - V",
+        "a token is blamed for all that had been hoped for at its place",
+        UNIT + "gae_is_the_discounted_sum_of_td_errors",
+    ),
+    Mutant(
+        "returns from whitened advantages",
+        [('"returns": returns}', '"returns": whiten(advantages, mask) + values}')],
+        "common: whiten first, then returns = advantages + values",
+        "the values chase a target of mean V and spread 1, whatever the reward",
+        SCRIPTS + "ppo_trains_on_what_the_definitions_say",
+        "train_ppo.py",
+    ),
+    # Losses
+    Mutant(
+        "the optimist's clip",
+        [("-torch.min(ratio * advantages", "-torch.max(ratio * advantages")],
+        "common: the sign of the loss and min / max changed only once",
+        "ratios outside the range are pushed on, and never brought back",
+        UNIT + "a_clipped_token_has_zero_gradient",
+    ),
+    Mutant(
+        "clip that never acts",
+        [("clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps)", "clipped = ratio")],
+        "common in variants with one update per rollout, where nobody notices",
+        "several epochs on one batch tear the policy apart",
+        UNIT + "a_clipped_token_has_zero_gradient",
+    ),
+    Mutant(
+        "padding in the policy loss",
+        [
+            ("logprobs[mask], old_logprobs[mask], advantages[mask]  # (N,)",
+             "(x.masked_fill(~mask, 0.0).flatten() for x in (logprobs, old_logprobs, advantages))"),
+        ],
+        "common: loss * mask, then .mean()",
+        "the step shrinks as the padding grows",
+        UNIT + "the_policy_loss_and_its_stats_see_the_mask_only",
+    ),
+    Mutant(
+        "value clip around the targets",
+        [("clipped = old_values + (values - old_values).clamp", "clipped = returns + (values - returns).clamp")],
+        "wrong old values in the clip: of the step before, or of the target",
+        "the clip no longer limits how far the values move",
+        UNIT + "the_value_loss_clips_against_the_old_values_and_takes_the_worse_error",
+    ),
+    Mutant(
+        "the reference in the ratio",
+        [('policy_loss(logprobs, old["logprobs"]', 'policy_loss(logprobs, old["ref_logprobs"]')],
+        "some texts and courses define the ratio as pi / ref",
+        "the clip ties the policy to the reference, and the gradient is weighted wrongly from the first step on",
+        EXACT + "the_expected_update_is_the_gradient_of_score_minus_beta_kl",
+    ),
+    Mutant(
+        "k1 as a loss",
+        [('0.5 * (logprobs - old["ref_logprobs"]) ** 2', '(logprobs - old["ref_logprobs"])')],
+        "common in loss-side KL: the estimate is right, and its gradient is 0 on average",
+        "a KL penalty that does nothing but add noise",
+        EXACT + "the_expected_step_of_the_kl_loss_is_the_gradient_of_the_kl_in_the_states_visited",
+    ),
+    Mutant(
+        "entropy punished",
+        [("- config.entropy_coef * entropy", "+ config.entropy_coef * entropy")],
+        "common sign slip",
+        "the policy collapses onto one answer",
+        EXACT + "the_expected_step_of_the_entropy_bonus_is_the_gradient_of_the_entropy_in_the_states_visited",
+    ),
+    # The update
+    Mutant(
+        "one pass whatever is asked for",
+        [("for _ in range(config.epochs):", "for _ in range(1):")],
+        "flags that nothing reads",
+        "the ratio hardly leaves 1 and the clip never acts",
+        UNIT + "an_update_takes_exactly_epochs_times_minibatches_steps",
+    ),
+    Mutant(
+        "one step too many",
+        [(".tensor_split(config.minibatches)", ".tensor_split(config.minibatches + 1)")],
+        "chunk() and range(0, n, size) give one more or one fewer minibatch than asked for",
+        "steps smaller and more numerous than the settings say",
+        UNIT + "an_update_takes_exactly_epochs_times_minibatches_steps",
+    ),
+    Mutant(
+        "max_grad_norm unused",
+        [("clip_grad_norm_(model.parameters(), max_grad_norm)", "clip_grad_norm_(model.parameters(), inf)")],
+        "accepted by the settings, passed to nothing",
+        "one odd batch can end a run",
+        UNIT + "the_gradient_is_scaled_down_to_max_grad_norm",
+    ),
+    Mutant(
+        "gradients never cleared",
+        [("    optimizer.zero_grad()\n    loss.backward()", "    loss.backward()")],
+        "common",
+        "every step repeats all steps before it",
+        EXACT + "the_gradients_of_the_minibatches_add_up_to_that_of_the_batch",
+    ),
+    Mutant(
+        "statistics per minibatch, not per token",
+        [("{name: tokens * x for name, x in stats.items()}", "{name: x for name, x in stats.items()}"),
+         ("weights += tokens", "weights += 1")],
+        "mlx-lm #1413, transformers #35203: means of means, over pieces with different numbers of tokens",
+        "the log depends on how the batch happened to be cut",
+        UNIT + "the_stats_of_an_update_are_means_over_all_tokens_however_they_were_split",
+    ),
+]  # fmt: skip
