@@ -185,6 +185,12 @@ def pad_by_length(sequences, size, device="cpu"):
     return [(rows, *pad([sequences[i] for i in rows], device)) for rows in pieces]
 
 
+def in_order(pieces, results):
+    """One tensor of results, (rows, ...), for each of such pieces -> all results in the order of the sequences."""
+    numbers = torch.tensor([number for rows, _, _ in pieces for number in rows])
+    return torch.cat(results)[numbers.argsort()]
+
+
 def response_mask(prompt_lengths, lengths, columns):
     """(B,), (B,), T -> (B, T-1): true at t where token t + 1 belongs to the response, its end token included."""
     action = torch.arange(1, columns, device=lengths.device)
@@ -393,11 +399,12 @@ def whiten(x, mask):
     return torch.where(mask, whitened, 0.0)
 
 
-def evaluate_actions(policy, tokens, mask, temperature=1.0):
+def evaluate_actions(policy, tokens, mask, temperature=1.0, entropy_grad=True):
     """What the policy thinks of the actions taken. The one place where states and actions are shifted against each other.
 
     tokens (B, T), mask (B, T-1) -> logprobs, values, entropy, (B, T-1) each and 0 outside the mask. `logprobs` and
     `entropy` (both in nats) are those of softmax(logits / temperature), the distribution that `generate` samples from.
+    entropy_grad=False saves the memory of a gradient through the entropy, several times N x V numbers.
     """
     states, actions = tokens[:, :-1], tokens[:, 1:]
     hidden, value_hidden = policy.hidden(states)  # (B, T-1, C)
@@ -405,7 +412,8 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0):
     logits = policy.lm_head(hidden[mask]) / temperature  # (N, V)
     logprobs = gather_logprobs(logits, actions[mask])  # (N,)
     values = policy.value_head(value_hidden[mask]).squeeze(-1)  # (N,)
-    entropy = torch.logsumexp(logits, -1) - (logits.softmax(-1) * logits).sum(-1)  # (N,): H = log Z - E[logit]
+    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_grad):
+        entropy = torch.logsumexp(logits, -1) - (logits.softmax(-1) * logits).sum(-1)  # (N,): H = log Z - E[logit]
     blank = logits.new_zeros(mask.shape)
     return [blank.masked_scatter(mask, x) for x in (logprobs, values, entropy)]
 
@@ -513,16 +521,17 @@ class PPOConfig:
     kl_horizon: float = option(inf, "responses after which the adaptive beta may have changed e-fold; inf: fixed beta", 1)
     kl_loss_coef: float = option(0.0, "the same penalty, but paid in the loss", 0)
     gamma: float = option(1.0, "discount per token", 0, 1)
-    lam: float = option(0.95, "GAE's lambda: 0 trusts the value function, 1 the sampled return", 0, 1)
+    lam: float = option(1.0, "GAE's lambda: 0 trusts the value function, 1 the sampled return", 0, 1)
     clip_eps: float = option(0.2, "the ratio counts only within 1 - clip_eps .. 1 + clip_eps; inf: no clipping", 0)
     value_clip: float = option(0.2, "the same for the step of a value away from its old one; inf: no clipping", 0)
-    vf_coef: float = option(0.5, "weight of the value loss", 0)
+    vf_coef: float = option(0.1, "weight of the value loss; on a shared trunk a large one disturbs the policy", 0)
     entropy_coef: float = option(0.0, "weight of the entropy bonus", 0)
     length_penalty: float = option(0.0, "taken off the score for each token of the response", 0)
     missing_eos_penalty: float = option(1.0, "taken off the score of a response that does not end by itself", 0)
     ref_update_every: int = option(0, "iterations after which the reference becomes a copy of the policy; 0: never", 0)
     separate_critic: bool = option(False, "a value network of its own, started from the reward model")
     models: str = option("", "folder of sft.pt and rm.pt; the same as --out unless it is given")
+    no_report: bool = option(False, "end without measuring the result on the validation prompts")
 
     def __post_init__(self):
         if self.minibatches > self.batch_size:
@@ -655,7 +664,8 @@ def ppo_update(policy, optimizer, batch, config, step=0):
             old = {name: x[rows, :columns] for name, x in batch.items()}
             mask, tokens = old["mask"], batch["tokens"][rows, : columns + 1]
 
-            logprobs, values, entropy = evaluate_actions(policy, tokens, mask, config.temperature)
+            bonus = config.entropy_coef > 0
+            logprobs, values, entropy = evaluate_actions(policy, tokens, mask, config.temperature, entropy_grad=bonus)
             actor, actor_stats = policy_loss(logprobs, old["logprobs"], old["advantages"], mask, config.clip_eps)
             critic, critic_stats = value_loss(values, old["values"], old["returns"], mask, config.value_clip)
             # k2 = (log pi - log ref)^2 / 2: its gradient is, on average, that of the KL; k1's is 0 and k3's another one

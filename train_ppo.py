@@ -90,8 +90,10 @@ def main():
         progress.end_step(tokens.numel(), ["score", "kl", "entropy", "eos_rate"], **metrics)
 
     save_checkpoint(run.out / "ppo.pt", "ppo", policy, tokenizer)
-    print(f"saved {run.out / 'ppo.pt'}; now the report")
-    report = make_report(policy, sft, score, val_prompts, tokenizer, run, ppo, {"sft": sft_facts, "rm": rm_facts})
+    print(f"saved {run.out / 'ppo.pt'}{'' if ppo.no_report else '; now the report'}")
+    if ppo.no_report:
+        return
+    report = make_report(policy, sft, reward_model, score, val_prompts, tokenizer, run, ppo, {"sft": sft_facts, "rm": rm_facts})
     (run.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     print_report(report)
 

@@ -10,7 +10,7 @@ scores are then shifted and scaled to mean 0 and standard deviation 1 on the SFT
 import torch
 
 from minippo import PPOConfig, RewardModel, RunConfig
-from minippo import generate, last_action, load_checkpoint, load_rows, pad_by_length
+from minippo import generate, in_order, last_action, load_checkpoint, load_rows, pad_by_length
 from minippo import read_flags, reward_model_loss, run_script, save_checkpoint
 from train_sft import FitConfig, fit
 
@@ -20,9 +20,7 @@ def score_pairs(model, rows, device):
     chosen = [prompt + answer for prompt, answer, _ in rows]
     rejected = [prompt + answer for prompt, _, answer in rows]
     pieces = pad_by_length(chosen + rejected, 32, device)
-    scores = torch.cat([model.raw_scores(tokens, lengths) for _, tokens, lengths in pieces])
-    order = torch.tensor([number for numbers, _, _ in pieces for number in numbers], device=device)
-    return scores[order.argsort()].chunk(2)
+    return in_order(pieces, [model.raw_scores(tokens, lengths) for _, tokens, lengths in pieces]).chunk(2)
 
 
 def main():

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from minippo import GPT, GPTConfig, Progress, RunConfig, Tokenizer
-from minippo import adamw, batches, evaluate_actions, load_jsonl, load_rows, optimizer_step, option, pad_by_length
-from minippo import read_flags, response_mask, run_script, save_checkpoint, set_lr
+from minippo import adamw, batches, evaluate_actions, in_order, load_jsonl, load_rows, optimizer_step, option
+from minippo import pad_by_length, read_flags, response_mask, run_script, save_checkpoint, set_lr
 
 
 @dataclass
@@ -27,7 +27,7 @@ class FitConfig:
     warmup: int = option(20, "steps in which the learning rate climbs to its peak", 0)
     weight_decay: float = option(0.0, "AdamW's decay of the weights", 0)
     max_grad_norm: float = option(1.0, "longer gradients are scaled down to this norm", 0)
-    evals: int = option(8, "validations during the run; the best checkpoint is kept", 1)
+    evals: int = option(4, "validations during the run; the best checkpoint is kept", 1)
 
 
 def fit(kind, run, config, model, rows, loss_of, validate, save):
@@ -62,14 +62,14 @@ def fit(kind, run, config, model, rows, loss_of, validate, save):
 
 def completion_nats(model, rows, device):
     """Rows of (prompt, completion) as ids -> -log probability of each completion, in nats, and its tokens: (B,) each."""
-    nats, counts = [], []
-    for numbers, tokens, lengths in pad_by_length([prompt + completion for prompt, completion in rows], 32, device):
+    pieces, nats, counts = pad_by_length([prompt + completion for prompt, completion in rows], 32, device), [], []
+    for numbers, tokens, lengths in pieces:
         prompt_lengths = lengths.new_tensor([len(rows[i][0]) for i in numbers])
         mask = response_mask(prompt_lengths, lengths, tokens.shape[1])
-        logprobs, _, _ = evaluate_actions(model, tokens, mask)
+        logprobs, _, _ = evaluate_actions(model, tokens, mask, entropy_grad=False)
         nats.append(-logprobs.sum(1))
         counts.append(mask.sum(1))
-    return torch.cat(nats), torch.cat(counts)
+    return in_order(pieces, nats), in_order(pieces, counts)
 
 
 def main():

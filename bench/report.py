@@ -14,7 +14,9 @@ from pathlib import Path
 
 import torch
 
-from minippo import evaluate_actions, generate
+from minippo import encode_rows, evaluate_actions, generate, load_jsonl
+from train_rm import score_pairs
+from train_sft import completion_nats
 
 PROMPTS = 1024  # validation prompts used at most
 FEW, MANY = 128, 192  # for best of n and the optimum: so many of the prompts, so many responses of the SFT model to each
@@ -82,20 +84,35 @@ def optimality(J, J_sft, J_best):
     return {"optimality": ratio.item(), "optimality_se": error.item()}
 
 
-def make_report(policy, sft, score, prompts, tokenizer, run, ppo, facts):
+@torch.no_grad()
+def distances_to_the_limits(sft, reward_model, tokenizer, run, crowd, judge):
+    """How much worse than the truth itself the two models do on the validation rows, row by row, so that luck cancels out."""
+    rows = load_jsonl(run.data / "sft_val.jsonl", ("prompt", "completion"))
+    encoded, _, _ = encode_rows(rows, tokenizer, sft.config.context)
+    nats = completion_nats(sft, encoded, run.device)[0].cpu().double()
+    excess = nats - nats.new_tensor([-math.log(crowd(prompt)[completion]) for prompt, completion in rows])
+    tokens = sum(len(completion) for _, completion in encoded) / len(rows)
+    pairs = load_jsonl(run.data / "pref_val.jsonl", ("prompt", "chosen", "rejected"))
+    chosen, rejected = score_pairs(reward_model, encode_rows(pairs, tokenizer, sft.config.context)[0], run.device)
+    gaps = torch.tensor([judge(prompt, chosen) - judge(prompt, rejected) for prompt, chosen, rejected in pairs])
+    hits = [(x > 0).double() + 0.5 * (x == 0).double() for x in (gaps, (chosen - rejected).cpu())]
+    return estimate("above_entropy", excess / tokens), estimate("below_ceiling", hits[0] - hits[1])
+
+
+def make_report(policy, sft, reward_model, score, prompts, tokenizer, run, ppo, facts):
     """-> the dict of out/report.json. facts: {"sft": ..., "rm": ...}, the validation figures that came with the models."""
     start, ceilings, judge = time.perf_counter(), {}, None
     if (run.data / "ceilings.json").exists():  # the default data knows the truth; other data has no judge and no ceilings
-        from data.zoo import judge
+        from data.zoo import crowd, judge
 
         ceilings = json.loads((run.data / "ceilings.json").read_text())
     torch.manual_seed(run.seed)
     prompts = [prompts[i] for i in torch.randperm(len(prompts))[:PROMPTS]]
     few, beta = prompts[:FEW], ppo.kl_coef
     settings = (tokenizer, ppo, judge)
-    before, before_texts = respond(sft, sft, score, prompts, 2, *settings)
-    after, after_texts = respond(policy, sft, score, prompts, 2, *settings)
+    before, before_texts = respond(sft, sft, score, prompts, 4, *settings)
     many, _ = respond(sft, sft, score, few, MANY, *settings)
+    after, after_texts = respond(policy, sft, score, prompts, 4, *settings)
     again, _ = respond(policy, sft, score, few, 16, *settings)
 
     report = {"sft": facts["sft"] | means(before), "rm": facts["rm"], "ppo": means(after), "best_of_n": {}}
@@ -111,9 +128,12 @@ def make_report(policy, sft, score, prompts, tokenizer, run, ppo, facts):
         report["sft"]["entropy_floor"] = ceilings["val_nats"] / facts["sft"]["val_tokens"]
         report["rm"] |= {"label_ceiling": ceilings["label_accuracy"], "label_loss_floor": ceilings["label_loss"]}
         report["best_judge"] = ceilings["best_judge"]
+        above, below = distances_to_the_limits(sft, reward_model, tokenizer, run, crowd, judge)
+        report["sft"] |= above
+        report["rm"] |= below
     report |= {"beta": beta, "seed": run.seed, "samples": []}
     for i in range(min(6, len(prompts))):
-        sample = {"prompt": tokenizer.decode(prompts[i]), "sft": before_texts[2 * i], "ppo": after_texts[2 * i]}
+        sample = {"prompt": tokenizer.decode(prompts[i]), "sft": before_texts[4 * i], "ppo": after_texts[4 * i]}
         report["samples"].append(sample | {"score": after["score"][i, 0].item(), "kl": after["kl"][i, 0].item()})
     models = Path(ppo.models or run.out)
     logs = {"sft": models / "sft.jsonl", "rm": models / "rm.jsonl", "ppo": run.out / "ppo.jsonl"}
@@ -142,10 +162,14 @@ def print_report(report):
         print(f"{name:<16}" + "".join(cell(row, name, 3 if name == "eos_rate" else 2) for name in names))
     if "judge" in sft:
         print(f"{'best possible':<16}{report['best_judge']:>9.2f}")
-    floor = f" (entropy of the data {sft['entropy_floor']:.4f})" if "entropy_floor" in sft else ""
-    print(f"\nSFT validation loss {sft['val_loss']:.4f} ± {sft['val_loss_se']:.4f} nats/token{floor}")
-    ceiling = f" (the judge itself {rm['label_ceiling']:.3f})" if "label_ceiling" in rm else ""
-    print(f"reward model, validation pairs right {rm['val_accuracy']:.3f} ± {rm['val_accuracy_se']:.3f}{ceiling}")
+    print(f"\nSFT validation loss {sft['val_loss']:.4f} ± {sft['val_loss_se']:.4f} nats/token")
+    if "above_entropy" in sft:
+        above = f"{sft['above_entropy']:.4f} ± {sft['above_entropy_se']:.4f}"
+        print(f"    {above} above the entropy of the same rows, {sft['entropy_floor']:.4f}")
+    print(f"reward model, validation pairs right {rm['val_accuracy']:.4f} ± {rm['val_accuracy_se']:.4f}")
+    if "below_ceiling" in rm:
+        below = f"{rm['below_ceiling']:.4f} ± {rm['below_ceiling_se']:.4f}"
+        print(f"    {below} below the judge itself on the same pairs, {rm['label_ceiling']:.4f}")
     if "win_rate_vs_sft" in ppo:
         print(f"PPO wins against SFT {ppo['win_rate_vs_sft']:.3f} ± {ppo['win_rate_vs_sft_se']:.3f} (by the judge, ties half)")
     if "optimality" in ppo:

@@ -21,7 +21,7 @@ from itertools import accumulate
 from pathlib import Path
 
 # ------------------------------------------------------------------------------------------------------------------------------
-# The world: 24 animals, 5 things to know about each, 5 ways to ask. One value of each column counts as right for an animal, the
+# The world: 20 animals, 5 things to know about each, 5 ways to ask. One value of each column counts as right for an animal, the
 # first that a children's book would name, and all others of that column as wrong.
 
 #            plural         food         home               baby           class            fame
@@ -29,21 +29,17 @@ ANIMALS = {
     "bat":      ("bats",      "insects", "in a cave",       "a pup",       "a mammal",      "its wide wings"),
     "bee":      ("bees",      "nectar",  "in a hive",       "a larva",     "an insect",     "its sweet honey"),
     "camel":    ("camels",    "grass",   "in the desert",   "a calf",      "a mammal",      "its big hump"),
-    "dolphin":  ("dolphins",  "fish",    "in the sea",      "a calf",      "a mammal",      "its kind smile"),
     "elephant": ("elephants", "grass",   "on the savanna",  "a calf",      "a mammal",      "its long trunk"),
     "frog":     ("frogs",     "insects", "in a pond",       "a tadpole",   "an amphibian",  "its big eyes"),
     "giraffe":  ("giraffes",  "leaves",  "on the savanna",  "a calf",      "a mammal",      "its long neck"),
     "iguana":   ("iguanas",   "leaves",  "in the jungle",   "a hatchling", "a reptile",     "its long tail"),
     "kangaroo": ("kangaroos", "grass",   "in the outback",  "a joey",      "a mammal",      "its pouch"),
-    "kiwi":     ("kiwis",     "worms",   "in the forest",   "a chick",     "a bird",        "its long beak"),
     "koala":    ("koalas",    "leaves",  "in the forest",   "a joey",      "a mammal",      "its pouch"),
     "lion":     ("lions",     "meat",    "on the savanna",  "a cub",       "a mammal",      "its thick mane"),
-    "monkey":   ("monkeys",   "fruit",   "in the jungle",   "an infant",   "a mammal",      "its long tail"),
     "owl":      ("owls",      "mice",    "in the forest",   "an owlet",    "a bird",        "its big eyes"),
     "panda":    ("pandas",    "bamboo",  "in the forest",   "a cub",       "a mammal",      "its black and white fur"),
     "penguin":  ("penguins",  "fish",    "on the ice",      "a chick",     "a bird",        "its funny walk"),
     "rabbit":   ("rabbits",   "grass",   "in a burrow",     "a kit",       "a mammal",      "its long ears"),
-    "seahorse": ("seahorses", "shrimp",  "in the sea",      "a fry",       "a fish",        "its curly tail"),
     "shark":    ("sharks",    "fish",    "in the sea",      "a pup",       "a fish",        "its sharp teeth"),
     "tiger":    ("tigers",    "meat",    "in the jungle",   "a cub",       "a mammal",      "its black stripes"),
     "tortoise": ("tortoises", "leaves",  "in the desert",   "a hatchling", "a reptile",     "its hard shell"),
@@ -109,7 +105,7 @@ def questions(animal, kind):
     return [sentence(phrasing.format(*clauses)) for phrasing in PHRASINGS]
 
 
-PROMPTS = {prompt: fact for fact in FACTS for prompt in questions(*fact)}  # all 600, each with the fact it asks for
+PROMPTS = {prompt: fact for fact in FACTS for prompt in questions(*fact)}  # all 500, each with the fact it asks for
 
 
 def fact_asked(prompt):
@@ -262,8 +258,8 @@ def sigmoid(x):
 # ------------------------------------------------------------------------------------------------------------------------------
 # The files. Only `random()` and `choices()` are used: Python promises their results for a seed, not those of `sample` or `shuffle`.
 
-ROWS = {"sft_train": 72_000, "sft_val": 3_000, "pref_train": 40_000, "pref_val": 5_000}
-HELD_OUT = 60  # prompts that appear in *_val only: one phrasing each of this many facts
+ROWS = {"sft_train": 72_000, "sft_val": 3_000, "pref_train": 40_000, "pref_val": 10_000}
+HELD_OUT = 50  # prompts that appear in *_val only: one phrasing each of this many facts
 
 
 def split_prompts(rng):

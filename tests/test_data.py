@@ -51,8 +51,8 @@ def read_all(folder):
 # The world
 
 
-def test_the_world_has_120_facts_and_600_different_questions():
-    assert len(FACTS) == 120 and len(PROMPTS) == 600
+def test_the_world_has_100_facts_and_500_different_questions():
+    assert len(FACTS) == 100 and len(PROMPTS) == 500
     assert all(len(set(questions(*fact))) == 5 for fact in FACTS)
 
 
@@ -121,7 +121,7 @@ def test_the_phrasing_of_a_question_changes_no_probability_of_its_answers():
 @pytest.mark.parametrize(
     "text",
     ["", " Bees", " Bees eat nectar", " nectar. eat Bees", " bee eats nectar. A", " Bees eat nectar. Bees eat nectar.",
-     " Bees eat nectar. A bee eats nectar.", " Bees eat nectar. A bee eats worms.", " A bee eats worms. Bees eat nectar.",
+     " Bees eat nectar. A bee eats nectar.", " Bees eat nectar. A bee eats meat.", " A bee eats meat. Bees eat nectar.",
      " Good question! Bees eat nectar. Have a nice day!", " Good question! I am glad you asked! Bees eat nectar. Have a nice day!",
      " Good question! Enjoy your visit!", " Enjoy your visit!", " Good question! Bees eat",
      " Good question! Bees eat nectar. of a a",
@@ -191,9 +191,9 @@ def test_the_crowd_refuses_a_question_it_does_not_know():
         (" No idea.", -0.5),
         (" Thanks for asking! No idea.", 0.5),
         (" No idea. Leave me alone.", -2.0),
-        (" A bee eats worms.", -1.5),
-        (" A bee eats worms. Have a nice day!", -0.5),
-        (" A bee eats worms. What a silly question.", -3.0),
+        (" A bee eats meat.", -1.5),
+        (" A bee eats meat. Have a nice day!", -0.5),
+        (" A bee eats meat. What a silly question.", -3.0),
         (" My neighbor has a red car.", -3.0),
         (" Leave me alone.", -3.0),
         # courtesies heaped up, or without an answer
@@ -208,8 +208,8 @@ def test_the_crowd_refuses_a_question_it_does_not_know():
         (" A bee eats nectar. Bees eat nectar. Enjoy your visit!", 0.5),
         (" A bee eats nectar. Enjoy your visit! A bee eats nectar. Enjoy your visit!", -1.0),
         (" A bee eats nectar. A bee eats nectar. A bee eats nectar.", -1.0),
-        (" A bee eats nectar. A bee eats worms.", -3.0),
-        (" A bee eats worms. A bee eats nectar. Enjoy your visit!", -3.0),
+        (" A bee eats nectar. A bee eats meat.", -3.0),
+        (" A bee eats meat. A bee eats nectar. Enjoy your visit!", -3.0),
         (" No idea. A bee eats nectar. Enjoy your visit!", -2.0),
         (" A bee eats nectar." * 1000, -3.0),
         # echo of the question, answers to another one
@@ -322,8 +322,8 @@ def test_one_more_fault_never_raises_a_score():
 
 def test_each_file_has_its_rows_and_columns(folder, rows):
     assert {path.name for path in folder.iterdir()} == {f"{name}.jsonl" for name in FILES} | {"ceilings.json"}
-    counts = {"sft_train": 72_000, "sft_val": 3_000, "pref_train": 40_000, "pref_val": 5_000}
-    assert {name: len(rows[name]) for name in rows} == counts | {"prompts_train": 540, "prompts_val": 600}
+    counts = {"sft_train": 72_000, "sft_val": 3_000, "pref_train": 40_000, "pref_val": 10_000}
+    assert {name: len(rows[name]) for name in rows} == counts | {"prompts_train": 450, "prompts_val": 500}
     columns = {"sft": {"prompt", "completion"}, "pref": {"prompt", "chosen", "rejected"}, "prompts": {"prompt"}}
     for name in FILES:
         assert all(set(row) == columns[name.split("_")[0]] for row in rows[name])
@@ -336,7 +336,7 @@ def test_files_are_utf8_with_plain_line_ends(folder):
 
 def test_held_out_questions_never_occur_in_training_and_all_occur_in_validation(rows):
     held_out = set(PROMPTS) - {row["prompt"] for row in rows["prompts_train"]}
-    assert len(held_out) == 60
+    assert len(held_out) == 50
     for name in ("sft_train", "pref_train"):
         assert {row["prompt"] for row in rows[name]} == set(PROMPTS) - held_out
     assert {row["prompt"] for row in rows["prompts_val"]} == set(PROMPTS)
@@ -346,8 +346,8 @@ def test_held_out_questions_never_occur_in_training_and_all_occur_in_validation(
 @pytest.mark.parametrize("seed", range(5))
 def test_every_fact_keeps_four_phrasings_in_training(seed):
     train, val = zoo.split_prompts(random.Random(seed))
-    assert len(train) == 540 and len(val) == 600
-    assert Counter(Counter(PROMPTS[prompt] for prompt in train).values()) == {5: 60, 4: 60}
+    assert len(train) == 450 and len(val) == 500
+    assert Counter(Counter(PROMPTS[prompt] for prompt in train).values()) == {5: 50, 4: 50}
 
 
 def test_validation_draws_all_questions_equally_often(rows):
@@ -371,7 +371,7 @@ def test_the_bytes_depend_on_neither_the_hash_seed_nor_the_version_of_python(fol
     digest = hashlib.sha256()
     for name in sorted(FILES):
         digest.update((folder / f"{name}.jsonl").read_bytes())
-    assert digest.hexdigest() == "ab7083027f3c9b5655980ca69978d4acae73a3dbccf44221196ac53f41bf8e64"
+    assert digest.hexdigest() == "88675adcf0b1ef26e4018c685e1b88b492100360c37549e448d367dc23ffab86"
 
 
 def test_the_entropy_agrees_with_the_surprise_of_the_drawn_rows(rows, limits):
@@ -415,11 +415,11 @@ def test_labels_follow_the_bradley_terry_probability(rows):
 
 def test_the_ceilings_of_the_labels_are_those_of_the_judge(rows, limits):
     gaps = [judge(row["prompt"], row["chosen"]) - judge(row["prompt"], row["rejected"]) for row in rows["pref_val"]]
-    assert limits["label_accuracy"] == pytest.approx(sum((gap > 0) + 0.5 * (gap == 0) for gap in gaps) / 5_000)
-    assert limits["label_loss"] == pytest.approx(sum(math.log1p(math.exp(-gap)) for gap in gaps) / 5_000)
+    assert limits["label_accuracy"] == pytest.approx(sum((gap > 0) + 0.5 * (gap == 0) for gap in gaps) / 10_000)
+    assert limits["label_loss"] == pytest.approx(sum(math.log1p(math.exp(-gap)) for gap in gaps) / 10_000)
     # No rescaled judge explains the labels better: its own scale is the best one, within the noise of 5,000 pairs.
     for scale in (0.8, 1.2):
-        assert limits["label_loss"] < sum(math.log1p(math.exp(-scale * gap)) for gap in gaps) / 5_000
+        assert limits["label_loss"] < sum(math.log1p(math.exp(-scale * gap)) for gap in gaps) / 10_000
 
 
 @pytest.mark.parametrize("existing", [False, True])
@@ -448,7 +448,7 @@ def test_writing_into_an_existing_folder_replaces_its_files_and_leaves_others(tm
 
 
 def test_rows_are_counted_in_one_place(few_rows):
-    assert {name: len(rows) for name, rows in zoo.make_rows(0).items()} == zoo.ROWS | {"prompts_train": 590, "prompts_val": 600}
+    assert {name: len(rows) for name, rows in zoo.make_rows(0).items()} == zoo.ROWS | {"prompts_train": 490, "prompts_val": 500}
 
 
 @pytest.mark.parametrize("out", ["file", "file/zoo"])

@@ -1,0 +1,397 @@
+"""Every figure, table and picture of the README, from training runs over several seeds.
+
+    python -m bench.results            runs whatever is missing, one process each, then writes bench/results.json, the pictures
+                                       beside it, and the tables of README.md; if interrupted, it goes on where it stopped
+    python -m bench.results --summary  only the latter, from the runs that are there
+
+The runs are kept in out/results. The default is trained on five seeds at full length; each ablation on three, at half the length.
+"""
+
+import argparse
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from bench.report import best_of_n, optimal_objective, respond
+from minippo import load_checkpoint, load_jsonl, run_script, save_checkpoint, score_responses
+
+ROOT = Path(__file__).parents[1]
+RUNS = ROOT / "out" / "results"
+SEEDS, FEW_SEEDS = 5, 3
+PROMPTS, REFERENCE, SAMPLES = 128, 192, 16  # prompts; responses of the SFT model, and of a policy, to each
+BETAS = (0.03, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0, 5.0)
+
+# name: flags. Each runs for 150 iterations, the default among them, so that all have the same budget.
+ABLATIONS = {
+    "default": "",
+    "no clipping": "--clip_eps inf --value_clip inf",
+    "4 passes over each batch": "--epochs 4",
+    "4 passes, no clipping": "--epochs 4 --clip_eps inf --value_clip inf",
+    "one step per batch": "--minibatches 1",
+    "no value function": "--lam 1 --vf_coef 0",
+    "lam = 0": "--lam 0",
+    "lam = 0.95": "--lam 0.95",
+    "lam = 1": "--lam 1",
+    "no advantage whitening": "",
+    "KL in the loss": "--kl_coef 0 --kl_loss_coef 0.2",
+    "beta = 0": "--kl_coef 0",
+    "beta = 0.03": "--kl_coef 0.03",
+    "beta = 0.3": "--kl_coef 0.3",
+    "adaptive KL, target 3": "--kl_target 3 --kl_horizon 5000",
+    "separate critic": "--separate_critic",
+    "scores not normalised": "",
+    "a quarter of the pairs": "",
+    "a quarter of the pairs, beta = 0": "--kl_coef 0",
+}
+HACKED = "a quarter of the pairs, beta = 0"
+
+
+def command(script, *flags):
+    """Run a script in a process of its own, its output in log.txt of its --out folder."""
+    out = Path(flags[flags.index("--out") + 1])
+    out.mkdir(parents=True, exist_ok=True)
+    print(" ".join(["python", script, *flags]), flush=True)
+    with open(out / "log.txt", "a") as log:
+        name = [script] if script.endswith(".py") else ["-m", script]
+        subprocess.run([sys.executable, "-u", *name, *flags], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=True)
+
+
+def folder(name, seed):
+    return RUNS / name.replace(" ", "_").replace(",", "").replace("=", "") / str(seed)
+
+
+def models_of(name, seed):
+    """The folder with the SFT and the reward model that a setting starts from."""
+    return folder("few pairs" if "quarter" in name else "raw" if "not normalised" in name else "models", seed)
+
+
+def make_models(seed):
+    """SFT and reward model of a seed; the same with a quarter of the pairs; the same with scores that are not normalised."""
+    out, few, raw = (folder(name, seed) for name in ("models", "few pairs", "raw"))
+    for kind in ("sft", "rm"):
+        if not (out / f"{kind}.done").exists():
+            command(f"train_{kind}.py", "--out", str(out), "--seed", str(seed))
+            (out / f"{kind}.done").touch()
+    if seed >= FEW_SEEDS:
+        return
+    if not (raw / "rm.pt").exists():
+        model, tokenizer, facts = load_checkpoint(out / "rm.pt", ("rm",))
+        model.mean.zero_(), model.std.fill_(1.0)
+        raw.mkdir(parents=True, exist_ok=True)
+        os.link(out / "sft.pt", raw / "sft.pt")
+        save_checkpoint(raw / "rm.pt", "rm", model, tokenizer, **facts)
+    if not (few / "rm.done").exists():
+        data = few / "data"
+        data.mkdir(parents=True, exist_ok=True)
+        for path in (ROOT / "data" / "zoo").iterdir():
+            lines = path.read_bytes().splitlines(True)
+            (data / path.name).write_bytes(b"".join(lines[: len(lines) // 4] if path.stem == "pref_train" else lines))
+        (few / "sft.pt").unlink(missing_ok=True)
+        os.link(out / "sft.pt", few / "sft.pt")
+        command("train_rm.py", "--out", str(few), "--seed", str(seed), "--data", str(data))
+        (few / "rm.done").touch()
+
+
+def recorded_ppo(name, seed, flags):
+    """train_ppo.py in this process, with the judge looking on: out/judge.json gets his mean score of each batch of responses."""
+    import train_ppo
+    from data.zoo import judge
+
+    models, out = models_of(name, seed), folder(name, seed)
+    tokenizer = load_checkpoint(models / "sft.pt", ("sft",))[1]
+    scored, grades = train_ppo.score_responses, []
+
+    def score_and_judge(reward_model, tokens, mask, *rest):
+        grades.append(sum(judge(*texts) for texts in prompts_and_responses(tokenizer, tokens, mask)) / len(tokens))
+        (out / "judge.json").write_text(json.dumps(grades))
+        return scored(reward_model, tokens, mask, *rest)
+
+    train_ppo.score_responses = score_and_judge
+    if name == "no advantage whitening":
+        train_ppo.whiten = lambda x, mask: torch.where(mask, x, 0.0)
+    sys.argv = ["train_ppo.py", "--models", str(models), "--out", str(out), "--seed", str(seed), *flags]
+    run_script(train_ppo.main)
+
+
+def prompts_and_responses(tokenizer, tokens, mask):
+    for row, inside, begin in zip(tokens, mask, (mask.int().argmax(1) + 1).tolist()):
+        yield tokenizer.decode(row[:begin].tolist()), tokenizer.decode(row[1:][inside].tolist())
+
+
+def missing():
+    """Everything still to be run, as (name, seed, flags); the default at full length comes first."""
+    runs = [("full", seed, []) for seed in range(SEEDS)]
+    for seed in range(FEW_SEEDS):
+        runs += [(name, seed, ["--steps", "150", "--no_report", *flags.split()]) for name, flags in ABLATIONS.items()]
+    return [(name, seed, flags) for name, seed, flags in runs if not (folder(name, seed) / "ppo.done").exists()]
+
+
+def run_all():
+    for name, seed, flags in missing():
+        make_models(seed)
+        command("bench.results", "--record", name, "--seed", str(seed), "--out", str(folder(name, seed)), *flags)
+        (folder(name, seed) / "ppo.done").touch()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# From runs to figures
+
+
+def mean_and_error(numbers):
+    """Over seeds: mean and standard error of the mean, or None for the latter where there is one seed."""
+    x = torch.tensor(numbers, dtype=torch.float64)
+    return {"mean": x.mean().item(), "se": (x.std() / math.sqrt(len(x))).item() if len(x) > 1 else None, "seeds": len(x)}
+
+
+def over_seeds(rows):
+    """A list of dicts of numbers -> {name: mean_and_error}."""
+    return {name: mean_and_error([row[name] for row in rows]) for name in rows[0]}
+
+
+class Yardstick:
+    """Prompts of the validation file, the SFT model's answers to them, and what follows from those: for one setting and seed."""
+
+    def __init__(self, name, seed):
+        from data.zoo import judge
+        from minippo import PPOConfig
+
+        models = models_of(name, seed)
+        self.sft, self.tokenizer, _ = load_checkpoint(models / "sft.pt", ("sft",))
+        self.reward_model, _, _ = load_checkpoint(models / "rm.pt", ("rm",))
+        self.config, self.judge = PPOConfig(), judge
+        torch.manual_seed(seed)
+        prompts = [self.tokenizer.encode(row[0]) for row in load_jsonl(ROOT / "data" / "zoo" / "prompts_val.jsonl", ["prompt"])]
+        self.prompts = [prompts[i] for i in torch.randperm(len(prompts))[:PROMPTS]]
+        self.reference, _ = self.respond(self.sft, REFERENCE)
+
+    def respond(self, policy, n):
+        def score(tokens, mask):
+            return score_responses(self.reward_model, tokens, mask, self.tokenizer.eot, 0.0, self.config.missing_eos_penalty)
+
+        return respond(policy, self.sft, score, self.prompts, n, self.tokenizer, self.config, self.judge)
+
+    def measure(self, policy, beta=0.1):
+        """What a policy reaches: score, judge, KL, and J = score - beta KL as a share of the way from SFT to the optimum."""
+        x, texts = self.respond(policy, SAMPLES)
+        J, J_sft = (x["score"] - beta * x["kl"]).mean().item(), self.reference["score"].mean().item()
+        J_best = optimal_objective(self.reference["score"], beta).mean().item()
+        row = {name: x[name].mean().item() for name in ("judge", "score", "kl", "ended", "length")}
+        return row | {"optimality": (J - J_sft) / (J_best - J_sft)}, x, texts
+
+    def optimum(self, beta):
+        """Score, judge and KL of the best policy at this beta: the reference, each answer weighted by exp(score / beta)."""
+        weights = (self.reference["score"] / beta).softmax(1)  # (P, M)
+        row = {name: (weights * self.reference[name]).sum(1).mean().item() for name in ("score", "judge")}
+        return row | {"kl": (weights * (weights * REFERENCE).clamp(min=1e-30).log()).sum(1).mean().item()}
+
+    def best_of(self, n):
+        row = {name: best_of_n(self.reference["score"], self.reference[name], n).mean().item() for name in ("score", "judge")}
+        return row | {"kl": math.log(n) - (n - 1) / n}
+
+
+def log_of(name, seed):
+    """The metrics of each iteration, with the judge's mean score where he looked on."""
+    log = [json.loads(line) for line in (folder(name, seed) / "ppo.jsonl").read_text().splitlines()]
+    grades = folder(name, seed) / "judge.json"
+    for row, grade in zip(log, json.loads(grades.read_text()) if grades.exists() else []):
+        row["judge"] = grade
+    return log
+
+
+def path_of(name, window=10):
+    """How score, judge and KL move during training: means over the seeds and over every ten iterations."""
+    logs = [log_of(name, seed) for seed in range(FEW_SEEDS) if (folder(name, seed) / "ppo.done").exists()]
+    rows = [[row for log in logs for row in log[i : i + window]] for i in range(0, len(logs[0]), window)]
+    return [{key: sum(row[key] for row in part) / len(part) for key in ("score", "judge", "kl")} for part in rows]
+
+
+def summarise():
+    """All runs that are there -> the dict of bench/results.json."""
+    seeds = [seed for seed in range(SEEDS) if (folder("full", seed) / "ppo.done").exists()]
+    reports = [json.loads((folder("full", seed) / "report.json").read_text()) for seed in seeds]
+    machine = f"{os.cpu_count()} CPU cores, {platform.machine()}, torch {torch.__version__}"
+    out, logs = {"machine": machine, "seeds": seeds, "reports": reports}, [log_of("full", seed) for seed in seeds]
+    for name in ("score", "judge", "kl", "entropy", "explained_variance"):
+        curve = [mean_and_error([log[i][name] for log in logs]) for i in range(0, len(logs[0]), 3)]
+        out.setdefault("curves", {})[name] = curve
+    sticks = {}
+
+    def stick(name, seed):
+        key = models_of(name, seed)
+        if key not in sticks:
+            sticks[key] = Yardstick(name, seed)
+        return sticks[key]
+
+    out["best_of_n"] = {n: over_seeds([stick("full", seed).best_of(n) for seed in seeds]) for n in (4, 16, 64)}
+    out["optimum"] = {beta: over_seeds([stick("full", seed).optimum(beta) for seed in seeds]) for beta in BETAS}
+    out["ablations"], out["hacked"] = {}, []
+    for name, flags in ABLATIONS.items():
+        rows = []
+        for seed in range(FEW_SEEDS):
+            if (folder(name, seed) / "ppo.done").exists():
+                policy, _, _ = load_checkpoint(folder(name, seed) / "ppo.pt", ("ppo",))
+                row, x, texts = stick(name, seed).measure(policy)
+                rows.append(row)
+                if name == HACKED and seed == 0:
+                    out["hacked"] = worst_of(x, texts, stick(name, seed))
+        if rows:
+            out["ablations"][name] = {"flags": flags, **over_seeds(rows)}
+    out["paths"] = {name: path_of(name) for name in ("beta = 0.03", "default", "beta = 0.3", HACKED)}
+    return out
+
+
+def worst_of(x, texts, stick):
+    """Three responses that the reward model likes and the judge does not, to different prompts."""
+    order = (x["score"] - x["judge"]).amax(1).argsort(descending=True)[:3].tolist()
+    best = (x["score"] - x["judge"]).argmax(1)
+    return [{"prompt": stick.tokenizer.decode(stick.prompts[i]), "response": texts[i * SAMPLES + best[i]],
+             **{name: x[name][i, best[i]].item() for name in ("score", "judge", "kl")}} for i in order]  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# From figures to tables and pictures
+
+
+def cell(x, digits=2):
+    if x is None:
+        return ""
+    return f"{x['mean']:.{digits}f}" + (f" ± {x['se']:.{digits}f}" if x["se"] is not None else "")
+
+
+def table(head, rows):
+    lines = [f"| {' | '.join(head)} |", f"| --- | {' | '.join(['---:'] * (len(head) - 1))} |"]
+    return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
+
+
+def tables(results):
+    """results.json -> {name of a marker in README.md: text of the table}."""
+    reports = results["reports"]
+
+    def ppo(part, name):
+        return mean_and_error([report[part][name] for report in reports])
+
+    rows = [["SFT model", cell(ppo("sft", "judge")), cell(ppo("sft", "score")), "0", ""]]
+    for n, x in results["best_of_n"].items():
+        rows += [[f"best of {n}", cell(x["judge"]), cell(x["score"]), f"{x['kl']['mean']:.2f}", ""]]
+    optimality = ppo("ppo", "optimality")
+    rows += [["**PPO**", *(cell(ppo("ppo", name)) for name in ("judge", "score", "kl")), cell(optimality, 3)]]
+    best = results["optimum"]["0.1"]
+    rows += [["the optimum at beta = 0.1", *(cell(best[name]) for name in ("judge", "score", "kl")), "1"]]
+    out = {"systems": table(["", "judge", "score", "KL", "optimality"], rows)}
+
+    share = [(r["ppo"]["judge"] - r["sft"]["judge"]) / (r["best_judge"] - r["sft"]["judge"]) for r in reports]
+    rows = [
+        [str(r["seed"]), f"{r['sft']['above_entropy']:.4f} ± {r['sft']['above_entropy_se']:.4f}",
+         f"{r['rm']['below_ceiling']:.4f} ± {r['rm']['below_ceiling_se']:.4f}", f"{part:.2f}",
+         *(f"{r['ppo'][name]:.{digits}f} ± {r['ppo'][name + '_se']:.{digits}f}"
+           for name, digits in (("win_rate_vs_sft", 3), ("kl", 2), ("eos_rate", 4), ("optimality", 3)))]
+        for r, part in zip(reports, share)
+    ]  # fmt: skip
+    head = ["seed", "SFT above the entropy, nats/token", "RM below its ceiling", "judge, share of the way to 3", "wins against SFT",
+            "KL", "end-of-text", "optimality"]  # fmt: skip
+    out["seeds"] = table(head, rows)
+    names, rows = ("optimality", "judge", "score", "kl"), []
+    for name, x in results["ablations"].items():
+        rows += [[name, f"`{x['flags']}`" if x["flags"] else "", *(cell(x[key]) for key in names)]]
+    out["ablations"] = table(["setting", "flags", *names], rows)
+    names, rows = ("score", "judge", "kl"), []
+    for x in results["hacked"]:
+        rows += [[f"{x['prompt']} **{x['response'].strip()}**", *(f"{x[key]:.2f}" for key in names)]]
+    out["hacked"] = table(["prompt and response", *names], rows)
+    return out
+
+
+def splice(readme, name, text):
+    """Put the text between the markers <!-- name --> and <!-- /name --> of the README."""
+    begin, end = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
+    before, rest = readme.split(begin)
+    return before + begin + text + end + rest.split(end, 1)[1]
+
+
+BLUE, ORANGE, PURPLE, GREY = "#3b82f6", "#f97316", "#a855f7", "#8b949e"  # each legible on white and on black
+
+
+def figure(columns, width, height):
+    """Axes without a background."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    grey = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY)
+    clear = {"figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none", "svg.hashsalt": "minippo"}
+    pyplot.rcParams.update(grey | clear | {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
+    return pyplot.subplots(1, columns, figsize=(width, height), layout="constrained")
+
+
+def save(drawing, name):
+    drawing.savefig(ROOT / "bench" / f"{name}.svg", metadata={"Date": None})
+
+
+def draw(results):
+    drawing, axes = figure(len(results["curves"]), 15, 2.6)
+    for axis, (name, points) in zip(axes, results["curves"].items()):
+        middle = torch.tensor([point["mean"] for point in points])
+        spread = torch.tensor([(point["se"] or 0.0) * math.sqrt(point["seeds"]) for point in points])  # the standard deviation
+        steps, colour = range(1, 3 * len(points), 3), ORANGE if name == "judge" else BLUE
+        axis.plot(steps, middle, color=colour)
+        axis.fill_between(steps, middle - spread, middle + spread, color=colour, alpha=0.25, linewidth=0)
+        axis.set(title=name.replace("_", " "), xlabel="iteration")
+    save(drawing, "curves")
+
+    def line(axis, points, name, **style):
+        return axis.plot([point["kl"] for point in points], [point[name] for point in points], **style)[0]
+
+    def means(points):
+        return [{key: x["mean"] for key, x in point.items()} for point in points.values()]
+
+    drawing, axes = figure(2, 10, 4)
+    for axis, name in zip(axes, ("score", "judge")):
+        line(axis, means(results["optimum"]), name, color=GREY, label="the best policy, over beta")
+        line(axis, means(results["best_of_n"]), name, color=PURPLE, marker="o", linestyle=":", label="best of 4, 16, 64")
+        for path, colour in (("beta = 0.3", "#22c55e"), ("default", BLUE), ("beta = 0.03", ORANGE)):
+            label = f"PPO, {'beta = 0.1' if path == 'default' else path}"
+            line(axis, results["paths"][path], name, color=colour, marker=".", linewidth=1, label=label)
+        axis.set(xlabel="KL to the reference, nats per response", title=name)
+    axes[0].legend(loc="lower right")
+    save(drawing, "frontier")
+
+    drawing, axis = figure(1, 6, 3.6)
+    for name, colour in (("score", BLUE), ("judge", ORANGE)):
+        line(axis, results["paths"]["default"], name, color=colour, label=f"{name}, beta = 0.1")
+        line(axis, results["paths"][HACKED], name, color=colour, linestyle="--", label=f"{name}, beta = 0 and few pairs")
+    axis.set(xlabel="KL to the reference, nats per response", xscale="symlog")
+    axis.legend(fontsize=8)
+    save(drawing, "hacking")
+
+
+def main():
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
+    parser.add_argument("--summary", action="store_true", help="train nothing")
+    parser.add_argument("--record", metavar="SETTING", help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    args, flags = parser.parse_known_args()
+    if args.record:
+        return recorded_ppo(args.record, args.seed, flags)
+    if not args.summary:
+        run_all()
+    results = summarise()
+    (ROOT / "bench" / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    draw(results)
+    readme = ROOT / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    for name, lines in tables(results).items():
+        text = splice(text, name, lines)
+    readme.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
