@@ -32,6 +32,7 @@ tokens and the end-of-text token, and one column of padding:
 
 import argparse
 import dataclasses
+import gzip
 import itertools
 import json
 import math
@@ -39,6 +40,7 @@ import os
 import signal
 import sys
 import time
+import zlib
 from collections import Counter, defaultdict
 from copy import deepcopy
 from dataclasses import dataclass
@@ -131,16 +133,17 @@ class Tokenizer:
 
 
 def load_jsonl(path, keys):
-    """Read a JSON-lines file and return a tuple of strings per row, in the order of `keys`; other keys are ignored.
+    """Read a JSON-lines file, gzipped or not; a tuple of strings per row, in the order of `keys`. Other keys are ignored.
 
     Blank lines, CRLF line ends and a byte-order mark are fine. Anything else that is not a row raises UserError with
     the file, the line, the key and what was found.
     """
     wanted = f"one JSON object a line with {', '.join(keys)}"
     try:
-        lines = Path(path).read_bytes().split(b"\n")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); it should hold {wanted}")
+        data = Path(path).read_bytes()
+        lines = (gzip.decompress(data) if str(path).endswith(".gz") else data).split(b"\n")
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); it should hold {wanted}")
     rows = []
     for number, line in enumerate(lines, 1):
         where = f"{path}, line {number}"
@@ -157,9 +160,11 @@ def load_jsonl(path, keys):
             raise UserError(f"{where}: found {type(row).__name__}; the file should hold {wanted}")
         for key in keys:
             if key not in row:
-                raise UserError(f"{where}: no key {key!r}; found {', '.join(map(repr, row)) or 'no key at all'}")
+                hint = "; data/hh_rlhf.py cuts whole transcripts into prompt and replies" * (row.keys() >= {"chosen", "rejected"})
+                raise UserError(f"{where}: no key {key!r}; found {', '.join(map(repr, row)) or 'no key at all'}{hint}")
             if not isinstance(row[key], str):
-                raise UserError(f"{where}: the value of {key!r} should be a string, found {json.dumps(row[key])[:40]}")
+                hint = "; write the messages of a chat out as one text" * isinstance(row[key], list)
+                raise UserError(f"{where}: the value of {key!r} should be a string, found {json.dumps(row[key])[:40]}{hint}")
         rows.append(tuple(row[key] for key in keys))
     if not rows:
         raise UserError(f"{path}: no rows; it should hold {wanted}")
@@ -463,7 +468,8 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, top_k=0):
     for reach in range(longest + 1, longest + max_new_tokens + 1):
         logits = policy.lm_head(hidden) / temperature  # (B, V)
         allowed = logits.masked_fill(logits < logits.topk(min(top_k, V)).values[:, -1:], -inf) if top_k else logits
-        token = torch.multinomial(allowed.softmax(-1), 1).squeeze(1)  # (B,)
+        cdf = allowed.softmax(-1).double().cumsum(-1)  # (B, V); torch.multinomial draws V random numbers a row, this draws one
+        token = torch.searchsorted(cdf, torch.rand_like(cdf[:, :1]) * cdf[:, -1:], right=True).clamp(max=V - 1).squeeze(1)  # (B,)
         row, column = rows[alive], position[alive]
         tokens[row, column] = token[alive]
         mask[row, column - 1] = True
@@ -895,34 +901,58 @@ def batches(rows, batch_size, seed):
             yield batch.tolist()
 
 
+KEYS = {"sft": ("prompt", "completion"), "pref": ("prompt", "chosen", "rejected"), "prompts": ("prompt",)}
+
+
+def read_rows(data, task, split):
+    """The rows of a data folder for "sft", "pref" or "prompts", and "train" or "val", as tuples of strings; says what it read.
+
+    What a folder lacks comes from what it has: without a val file, the train rows of one prompt in twenty, chosen by a
+    hash, are held out; without sft files the chosen responses serve, without prompts files the prompts of the pairs.
+    """
+
+    def find(name):
+        return next((path for path in (data / f"{name}.jsonl", data / f"{name}.jsonl.gz") if path.exists()), None)
+
+    if not find(f"{task}_{split}") and not find(f"{task}_train") and find("pref_train"):
+        rows = [pair[: len(KEYS[task])] for pair in read_rows(data, "pref", split)]  # (prompt, chosen) or (prompt,)
+        print(f"no {task}_train.jsonl: {'chosen responses' if task == 'sft' else 'prompts of the pairs'} serve instead")
+        return rows if task == "sft" else list(dict.fromkeys(rows))
+    path, note = find(f"{task}_{split}"), ""
+    if path and (split == "val" or find(f"{task}_val")):
+        rows = load_jsonl(path, KEYS[task])
+    else:
+        path = find(f"{task}_train") or data / f"{task}_train.jsonl"
+        wanted = {"val": [0], "train": range(1, 20)}[split]
+        rows = [row for row in load_jsonl(path, KEYS[task]) if zlib.crc32(row[0].encode(errors="replace")) % 20 in wanted]
+        note = f" for {split}; there is no {task}_val.jsonl, so one prompt in twenty is held out"
+        if not rows:
+            raise UserError(f"{path}: too few prompts to hold any out; write a {task}_val.jsonl")
+    print(f"read {path}: {len(rows):,} rows{note}")
+    return rows
+
+
 def encode_rows(rows, tokenizer, context):
-    """Rows of a prompt and completions -> the same as lists of ids, and how many rows were skipped and cut.
+    """Rows of a prompt and completions -> the same as lists of ids; says how many were skipped or cut.
 
     Prompt and completions are encoded apart, so that no token crosses the border; a completion gets its end token. A
     prompt that leaves no room in the context skips the row; a completion that does not fit is cut (and has no end).
     """
-    encoded, skipped, cut = [], 0, 0
+    encoded, cut = [], 0
     for prompt, *completions in rows:
         prompt = tokenizer.encode(prompt)
         if not 0 < len(prompt) < context:
-            skipped += 1
             continue
         completions = [tokenizer.encode(completion) + [tokenizer.eot] for completion in completions]
         room = context - len(prompt)
         cut += any(len(ids) > room for ids in completions)
         encoded.append((prompt, *[ids[:room] for ids in completions]))
-    return encoded, skipped, cut
-
-
-def load_rows(path, keys, tokenizer, context):
-    """A JSON-lines file as encoded rows; prints what was read, and fails if nothing is left."""
-    rows = load_jsonl(path, keys)
-    encoded, skipped, cut = encode_rows(rows, tokenizer, context)
-    notes = f"; {skipped:,} skipped: prompt empty or longer than the context ({context} tokens)" * bool(skipped)
-    notes += f"; {cut:,} cut at the end of the context ({context} tokens)" * bool(cut)
-    print(f"read {path}: {len(rows):,} rows{notes}")
+    if len(encoded) < len(rows):
+        print(f"    {len(rows) - len(encoded):,} skipped: the prompt is empty or leaves no room in the context of {context} tokens")
+    if cut:
+        print(f"    {cut:,} cut at the end of the context of {context} tokens")
     if not encoded:
-        raise UserError(f"{path}: no prompt leaves room in the context of {context} tokens; train with a larger --context")
+        raise UserError(f"no prompt leaves room in the context of {context} tokens; train with a larger --context")
     return encoded
 
 

@@ -15,9 +15,9 @@ import torch
 
 from bench.report import make_report, print_report
 from minippo import PPOConfig, RunConfig, UserError, Progress
-from minippo import adamw, adapt_kl_coef, batches, evaluate_actions, explained_variance, frozen_copy, gae, generate
-from minippo import kl_adjusted_rewards, kl_per_response, load_checkpoint, load_rows, ppo_update
-from minippo import read_flags, run_script, save_checkpoint, score_responses, set_lr, whiten
+from minippo import adamw, adapt_kl_coef, batches, encode_rows, evaluate_actions, explained_variance, frozen_copy, gae, generate
+from minippo import kl_adjusted_rewards, kl_per_response, load_checkpoint, ppo_update
+from minippo import read_flags, read_rows, run_script, save_checkpoint, score_responses, set_lr, whiten
 
 
 def main():
@@ -28,8 +28,10 @@ def main():
     reward_model, rm_tokenizer, rm_facts = load_checkpoint(models / "rm.pt", ["rm"], run.device)
     if rm_tokenizer.tokens != tokenizer.tokens:
         raise UserError(f"{models}: sft.pt and rm.pt have different vocabularies; run train_rm.py again after train_sft.py")
-    prompts = [row[0] for row in load_rows(run.data / "prompts_train.jsonl", ["prompt"], tokenizer, policy.config.context)]
-    val_prompts = [row[0] for row in load_rows(run.data / "prompts_val.jsonl", ["prompt"], tokenizer, policy.config.context)]
+    prompts, val_prompts = (
+        [prompt for (prompt,) in encode_rows(read_rows(run.data, "prompts", split), tokenizer, policy.config.context)]
+        for split in ("train", "val")
+    )
 
     sft, reward_model = frozen_copy(policy), frozen_copy(reward_model)
     ref = frozen_copy(policy)

@@ -10,8 +10,8 @@ scores are then shifted and scaled to mean 0 and standard deviation 1 on the SFT
 import torch
 
 from minippo import PPOConfig, RewardModel, RunConfig
-from minippo import generate, in_order, last_action, load_checkpoint, load_rows, pad_by_length
-from minippo import read_flags, reward_model_loss, run_script, save_checkpoint
+from minippo import encode_rows, generate, in_order, last_action, load_checkpoint, pad_by_length
+from minippo import read_flags, read_rows, reward_model_loss, run_script, save_checkpoint
 from train_sft import FitConfig, fit
 
 
@@ -27,10 +27,9 @@ def main():
     run, config = read_flags(__doc__, RunConfig(), FitConfig(epochs=2, lr=1e-3))
     torch.manual_seed(run.seed)
     sft, tokenizer, _ = load_checkpoint(run.out / "sft.pt", ["sft"], run.device)
-    context, keys = sft.config.context, ("prompt", "chosen", "rejected")
-    train = load_rows(run.data / "pref_train.jsonl", keys, tokenizer, context)
-    val = load_rows(run.data / "pref_val.jsonl", keys, tokenizer, context)
-    prompts = load_rows(run.data / "prompts_train.jsonl", ["prompt"], tokenizer, context)
+    train = encode_rows(read_rows(run.data, "pref", "train"), tokenizer, sft.config.context)
+    val = encode_rows(read_rows(run.data, "pref", "val"), tokenizer, sft.config.context)
+    prompts = encode_rows(read_rows(run.data, "prompts", "train"), tokenizer, sft.config.context)
 
     # The SFT model's answers set the scale of the scores.
     answers = []
@@ -53,8 +52,7 @@ def main():
         return {"val_loss": loss.item(), "val_accuracy": stats["accuracy"], "val_accuracy_se": error}
 
     def save(facts):
-        with torch.no_grad():
-            raw = torch.cat([model.raw_scores(tokens, ends) for tokens, ends in answers])
+        raw = torch.cat([model.raw_scores(tokens, ends) for tokens, ends in answers])
         model.mean.copy_(raw.mean())
         model.std.copy_(raw.std())
         save_checkpoint(run.out / "rm.pt", "rm", model, tokenizer, **facts)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from minippo import GPT, GPTConfig, Progress, RunConfig, Tokenizer
-from minippo import adamw, batches, evaluate_actions, in_order, load_jsonl, load_rows, optimizer_step, option
-from minippo import pad_by_length, read_flags, response_mask, run_script, save_checkpoint, set_lr
+from minippo import adamw, batches, encode_rows, evaluate_actions, in_order, optimizer_step, option
+from minippo import pad_by_length, read_flags, read_rows, response_mask, run_script, save_checkpoint, set_lr
 
 
 @dataclass
@@ -27,7 +27,7 @@ class FitConfig:
     warmup: int = option(20, "steps in which the learning rate climbs to its peak", 0)
     weight_decay: float = option(0.0, "AdamW's decay of the weights", 0)
     max_grad_norm: float = option(1.0, "longer gradients are scaled down to this norm", 0)
-    evals: int = option(4, "validations during the run; the best checkpoint is kept", 1)
+    evals: int = option(3, "validations during the run; the best checkpoint is kept", 1)
 
 
 def fit(kind, run, config, model, rows, loss_of, validate, save):
@@ -48,14 +48,14 @@ def fit(kind, run, config, model, rows, loss_of, validate, save):
         norm = optimizer_step(loss, model, optimizer, config.max_grad_norm, step + 1)
         stats = {"loss": loss.item(), **stats, "lr": lr, "grad_norm": norm}
         if (step + 1) % math.ceil(steps / config.evals) == 0 or step + 1 == steps:
-            model.eval()
+            model.eval()  # while saving too: train_rm.py measures the scores that it normalises by
             with torch.no_grad():
                 facts = validate()
+                if facts["val_loss"] <= best["val_loss"]:
+                    best.update(facts)
+                    save(facts)
             model.train()
             stats.update(facts)
-            if facts["val_loss"] <= best["val_loss"]:
-                best.update(facts)
-                save(facts)
         progress.end_step(tokens, ["loss", "accuracy", "val_loss", "val_accuracy"], **stats)
     return best
 
@@ -81,12 +81,11 @@ def main():
         print(f"{run.data} is not there yet: making the default data")
         write_data(run.data, seed=0)
 
-    start, keys = time.perf_counter(), ("prompt", "completion")
-    texts = (text for row in load_jsonl(run.data / "sft_train.jsonl", keys) for text in row)
-    tokenizer = Tokenizer.train(texts, gpt.vocab_size)
+    rows, start = read_rows(run.data, "sft", "train"), time.perf_counter()
+    tokenizer = Tokenizer.train((text for row in rows for text in row), gpt.vocab_size)
     print(f"learned a vocabulary of {tokenizer.vocab_size:,} tokens in {time.perf_counter() - start:.1f} s")
-    train = load_rows(run.data / "sft_train.jsonl", keys, tokenizer, gpt.context)
-    val = load_rows(run.data / "sft_val.jsonl", keys, tokenizer, gpt.context)
+    train = encode_rows(rows, tokenizer, gpt.context)
+    val = encode_rows(read_rows(run.data, "sft", "val"), tokenizer, gpt.context)
 
     model = GPT(dataclasses.replace(gpt, vocab_size=tokenizer.vocab_size)).to(run.device).train()
     parameters = sum(p.numel() for p in model.parameters())

@@ -88,12 +88,12 @@ def optimality(J, J_sft, J_best):
 def distances_to_the_limits(sft, reward_model, tokenizer, run, crowd, judge):
     """How much worse than the truth itself the two models do on the validation rows, row by row, so that luck cancels out."""
     rows = load_jsonl(run.data / "sft_val.jsonl", ("prompt", "completion"))
-    encoded, _, _ = encode_rows(rows, tokenizer, sft.config.context)
+    encoded = encode_rows(rows, tokenizer, sft.config.context)
     nats = completion_nats(sft, encoded, run.device)[0].cpu().double()
     excess = nats - nats.new_tensor([-math.log(crowd(prompt)[completion]) for prompt, completion in rows])
     tokens = sum(len(completion) for _, completion in encoded) / len(rows)
     pairs = load_jsonl(run.data / "pref_val.jsonl", ("prompt", "chosen", "rejected"))
-    chosen, rejected = score_pairs(reward_model, encode_rows(pairs, tokenizer, sft.config.context)[0], run.device)
+    chosen, rejected = score_pairs(reward_model, encode_rows(pairs, tokenizer, sft.config.context), run.device)
     gaps = torch.tensor([judge(prompt, chosen) - judge(prompt, rejected) for prompt, chosen, rejected in pairs])
     hits = [(x > 0).double() + 0.5 * (x == 0).double() for x in (gaps, (chosen - rejected).cpu())]
     return estimate("above_entropy", excess / tokens), estimate("below_ceiling", hits[0] - hits[1])

@@ -4,6 +4,7 @@ Tensors are literal and float64 wherever a result can be worked out by hand; `na
 """
 
 import ast
+import gzip
 import inspect
 import itertools
 import json
@@ -45,6 +46,7 @@ from minippo import (
     pad,
     policy_loss,
     ppo_update,
+    read_rows,
     response_mask,
     reward_model_loss,
     save_checkpoint,
@@ -1004,7 +1006,7 @@ def test_padding_changes_neither_the_weights_nor_the_stats_of_an_update(padding)
 
 def test_the_stats_of_an_update_are_means_over_all_tokens_however_they_were_split():
     def stats_of(minibatches):
-        torch.manual_seed(0)
+        torch.manual_seed(5)
         policy, ref = tiny_gpt(), tiny_gpt()
         batch = rollout(policy, ref)
         batch["logprobs"] = batch["logprobs"] - 0.3 * batch["advantages"].abs()  # as if steps had been taken already
@@ -1145,19 +1147,92 @@ def test_every_row_comes_once_per_pass_also_when_there_are_fewer_than_a_batch(ro
 def test_prompt_and_completion_are_encoded_apart_and_the_completion_gets_its_end_token():
     tokenizer = Tokenizer.train(["ab ab ab"], 300)
     assert tokenizer.encode("ab") == [256]  # together they would be one token
-    rows, skipped, cut = encode_rows([("a", "b", "ab")], tokenizer, 10)
-    assert rows == [([97], [98, tokenizer.eot], [256, tokenizer.eot])] and skipped == cut == 0
+    assert encode_rows([("a", "b", "ab")], tokenizer, 10) == [([97], [98, tokenizer.eot], [256, tokenizer.eot])]
 
 
-def test_rows_that_do_not_fit_are_skipped_or_cut_and_counted():
+def test_rows_that_do_not_fit_are_skipped_or_cut_and_counted(capsys):
     tokenizer = Tokenizer.train([], 257)
     rows = [("", "b"), ("abcd", "e"), ("abcde", "f"), ("abc", ""), ("abc", "d"), ("abc", "de"), ("abc", "d", "de")]
-    encoded, skipped, cut = encode_rows(rows, tokenizer, 5)
+    encoded = encode_rows(rows, tokenizer, 5)
     a, b, c, d, e = map(ord, "abcde")
-    assert skipped == 2 and cut == 3  # no prompt, and one that fills the context; then "e", "de" and again "de"
+    skipped, cut = capsys.readouterr().out.splitlines()
+    assert "2 skipped" in skipped and "3 cut" in cut  # no prompt, and one that fills the context; then "e", "de" and again "de"
     assert encoded[0] == ([a, b, c, d], [e])
     assert encoded[1:3] == [([a, b, c], [tokenizer.eot]), ([a, b, c], [d, tokenizer.eot])]
     assert encoded[3:] == [([a, b, c], [d, e]), ([a, b, c], [d, tokenizer.eot], [d, e])]
+    with pytest.raises(UserError, match="--context"):
+        encode_rows([("abcde", "f")], tokenizer, 5)
+
+
+def write_rows(folder, **files):
+    """write_rows(folder, pref_train=[("a", "b", "c"), ...]) writes pref_train.jsonl."""
+    for name, rows in files.items():
+        keys = minippo.KEYS[name.split("_")[0]]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(dict(zip(keys, row, strict=True))) + "\n" for row in rows))
+
+
+def test_a_data_folder_is_read_file_by_file(tmp_path, capsys):
+    pairs = {"pref_train": [("e", "f", "g")], "pref_val": [("i", "j", "k")]}
+    write_rows(tmp_path, sft_train=[("a", "b")], sft_val=[("c", "d")], prompts_val=[("h",)], **pairs)
+    assert read_rows(tmp_path, "sft", "train") == [("a", "b")] and read_rows(tmp_path, "sft", "val") == [("c", "d")]
+    assert read_rows(tmp_path, "pref", "train") == [("e", "f", "g")] and read_rows(tmp_path, "pref", "val") == [("i", "j", "k")]
+    assert read_rows(tmp_path, "prompts", "train") == [("e",)] and read_rows(tmp_path, "prompts", "val") == [("h",)]
+    assert "sft_train.jsonl: 1 rows\n" in capsys.readouterr().out
+
+
+def test_a_file_may_be_gzipped(tmp_path):
+    write_rows(tmp_path, sft_train=[("a", "b")], sft_val=[("c", "d")])
+    for name in ("sft_train", "sft_val"):
+        plain = tmp_path / f"{name}.jsonl"
+        (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
+        plain.unlink()
+    assert read_rows(tmp_path, "sft", "train") == [("a", "b")] and read_rows(tmp_path, "sft", "val") == [("c", "d")]
+
+
+@pytest.mark.parametrize("content", [b"", b"not gzip", gzip.compress(b'{"prompt": "a"}' * 99)[:-9], gzip.compress(b"x" * 99)[:30]])
+def test_a_damaged_gzip_file_is_refused_by_name(tmp_path, content):
+    (tmp_path / "rows.jsonl.gz").write_bytes(content)
+    with pytest.raises(UserError, match="rows.jsonl.gz"):
+        load_jsonl(tmp_path / "rows.jsonl.gz", ("prompt",))
+
+
+def test_without_a_val_file_a_twentieth_of_the_prompts_is_held_out_always_the_same_and_never_trained_on(tmp_path, capsys):
+    write_rows(tmp_path, sft_train=[(f"prompt {i % 500}", f"{i}") for i in range(1000)])
+    train, val = read_rows(tmp_path, "sft", "train"), read_rows(tmp_path, "sft", "val")
+    assert "one prompt in twenty is held out" in capsys.readouterr().out
+    assert len(train) + len(val) == 1000 and 20 <= len(val) <= 90
+    assert not {prompt for prompt, _ in train} & {prompt for prompt, _ in val}
+    write_rows(tmp_path, sft_train=[(f"prompt {i % 500}", f"{i}") for i in reversed(range(1000))])
+    assert sorted(read_rows(tmp_path, "sft", "val")) == sorted(val)
+
+
+def test_pairs_alone_are_enough(tmp_path, capsys):
+    pairs = [(f"prompt {i % 200}", f"good {i}", f"bad {i}") for i in range(400)]
+    write_rows(tmp_path, pref_train=pairs)
+    sft, prompts = read_rows(tmp_path, "sft", "train"), read_rows(tmp_path, "prompts", "train")
+    said = capsys.readouterr().out
+    assert "chosen responses serve" in said and "prompts of the pairs serve" in said
+    train = read_rows(tmp_path, "pref", "train")
+    assert sft == [(prompt, chosen) for prompt, chosen, _ in train]
+    assert len(prompts) == len(set(prompts)) == len({prompt for prompt, *_ in train})
+    val = read_rows(tmp_path, "prompts", "val")
+    assert val and not set(val) & set(prompts)
+
+
+def test_too_few_prompts_to_hold_any_out_are_refused(tmp_path):
+    write_rows(tmp_path, sft_train=[("a", "b")])
+    with pytest.raises(UserError, match="sft_val.jsonl"):
+        read_rows(tmp_path, "sft", "val")
+
+
+@pytest.mark.parametrize("row, hint", [
+    ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "c"}, "hh_rlhf.py"),
+    ({"prompt": [{"role": "user", "content": "a"}], "chosen": "b", "rejected": "c"}, "messages of a chat"),
+])  # fmt: skip
+def test_transcripts_and_chats_are_refused_with_a_hint(tmp_path, row, hint):
+    (tmp_path / "pref_train.jsonl").write_text(json.dumps(row))
+    with pytest.raises(UserError, match=hint):
+        load_jsonl(tmp_path / "pref_train.jsonl", ("prompt", "chosen", "rejected"))
 
 
 @pytest.mark.parametrize("kind", ["sft", "ppo", "critic", "rm"])

@@ -32,7 +32,8 @@ ROOT = Path(minippo.__file__).parent
 CPU = ["--device", "cpu"]  # where the same seed gives the same bits
 SMALL = [*CPU, "--layers", "1", "--heads", "2", "--channels", "16", "--context", "32", "--batch_size", "16", "--dropout", "0.1"]
 PPO = [*CPU, "--steps", "2", "--batch_size", "8", "--minibatches", "2", "--max_new_tokens", "8"]
-FLAGS = {"train_sft.py": [*SMALL, "--warmup", "0"], "train_rm.py": [*CPU, "--epochs", "1", "--batch_size", "16"], "train_ppo.py": PPO}
+SFT, RM = [*SMALL, "--warmup", "0"], [*CPU, "--epochs", "1", "--batch_size", "16"]
+FLAGS = {"train_sft.py": SFT, "train_rm.py": RM, "train_ppo.py": PPO}
 ALL_METRICS = {"step", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"}
 ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
 QUESTION = "What does a bee eat?"
@@ -438,7 +439,7 @@ def test_prompts_that_are_all_too_long_are_refused(chain, data, tmp_path, script
     row = {"prompt": "Why? " * 100, "completion": " Because."}
     (own / f"{file}.jsonl").write_text(json.dumps(row) + "\n")
     models = ["--out", tmp_path / "out", *SMALL] if script == "train_sft.py" else ["--out", tmp_path, "--models", chain]
-    assert_refused(script, "--data", own, *models, says=[own / f"{file}.jsonl", "32 tokens", "--context"])
+    assert_refused(script, "--data", own, *models, says=["32 tokens", "--context"])
 
 
 @pytest.mark.parametrize("prompt", ["", "Why? " * 100])
