@@ -513,7 +513,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
 
 @dataclass
 class PPOConfig:
-    steps: int = option(300, "PPO iterations; each samples, scores and updates once", 1)
+    steps: int = option(400, "PPO iterations; each samples, scores and updates once", 1)
     batch_size: int = option(128, "prompts, and so responses, per iteration", 1)
     max_new_tokens: int = option(48, "longest response, in tokens", 1)
     temperature: float = option(1.0, "divides the logits, in sampling and in scoring alike", 0.01)

@@ -30,6 +30,11 @@ class FitConfig:
     evals: int = option(3, "validations during the run; the best checkpoint is kept", 1)
 
 
+@dataclass
+class InitConfig:
+    init: str = option("", "GPT-2 weights to start from: gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a Hugging Face folder")
+
+
 def fit(kind, run, config, model, rows, loss_of, validate, save):
     """Supervised training, here and in train_rm.py: the weights with the lowest validation loss are saved.
 
@@ -73,7 +78,7 @@ def completion_nats(model, rows, device):
 
 
 def main():
-    run, gpt, config = read_flags(__doc__, RunConfig(), GPTConfig(), FitConfig(epochs=1, lr=3e-3))
+    run, gpt, config, start_from = read_flags(__doc__, RunConfig(), GPTConfig(), FitConfig(epochs=1, lr=3e-3), InitConfig())
     torch.manual_seed(run.seed)
     if run.data == RunConfig().data and not run.data.exists():
         from data.zoo import write_data
@@ -82,12 +87,17 @@ def main():
         write_data(run.data, seed=0)
 
     rows, start = read_rows(run.data, "sft", "train"), time.perf_counter()
-    tokenizer = Tokenizer.train((text for row in rows for text in row), gpt.vocab_size)
-    print(f"learned a vocabulary of {tokenizer.vocab_size:,} tokens in {time.perf_counter() - start:.1f} s")
-    train = encode_rows(rows, tokenizer, gpt.context)
-    val = encode_rows(read_rows(run.data, "sft", "val"), tokenizer, gpt.context)
+    if start_from.init:
+        from hf import read_gpt2
 
-    model = GPT(dataclasses.replace(gpt, vocab_size=tokenizer.vocab_size)).to(run.device).train()
+        model, tokenizer = read_gpt2(start_from.init)
+    else:
+        tokenizer = Tokenizer.train((text for row in rows for text in row), gpt.vocab_size)
+        print(f"learned a vocabulary of {tokenizer.vocab_size:,} tokens in {time.perf_counter() - start:.1f} s")
+        model = GPT(dataclasses.replace(gpt, vocab_size=tokenizer.vocab_size))
+    model = model.to(run.device).train()
+    train = encode_rows(rows, tokenizer, model.config.context)
+    val = encode_rows(read_rows(run.data, "sft", "val"), tokenizer, model.config.context)
     parameters = sum(p.numel() for p in model.parameters())
     print(f"training a GPT of {parameters / 1e6:.2f} M parameters on {run.device}: {config.epochs} x {len(train):,} rows")
 

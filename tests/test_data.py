@@ -322,7 +322,7 @@ def test_one_more_fault_never_raises_a_score():
 
 def test_each_file_has_its_rows_and_columns(folder, rows):
     assert {path.name for path in folder.iterdir()} == {f"{name}.jsonl" for name in FILES} | {"ceilings.json"}
-    counts = {"sft_train": 72_000, "sft_val": 4_000, "pref_train": 40_000, "pref_val": 8_000}
+    counts = {"sft_train": 84_000, "sft_val": 4_000, "pref_train": 40_000, "pref_val": 8_000}
     assert {name: len(rows[name]) for name in rows} == counts | {"prompts_train": 450, "prompts_val": 500}
     columns = {"sft": {"prompt", "completion"}, "pref": {"prompt", "chosen", "rejected"}, "prompts": {"prompt"}}
     for name in FILES:
@@ -371,7 +371,7 @@ def test_the_bytes_depend_on_neither_the_hash_seed_nor_the_version_of_python(fol
     digest = hashlib.sha256()
     for name in sorted(FILES):
         digest.update((folder / f"{name}.jsonl").read_bytes())
-    assert digest.hexdigest() == "eee501019a351e8f85b94cc59c8e2abc8222f43151059592696c3c2ea2238323"
+    assert digest.hexdigest() == "64b4c7d8fbb846c5a3d4fc31c97b298868d887417f85e6853e7f789e254e1375"
 
 
 def test_the_entropy_agrees_with_the_surprise_of_the_drawn_rows(rows, limits):
@@ -387,9 +387,9 @@ def test_the_entropy_agrees_with_the_surprise_of_the_drawn_rows(rows, limits):
 
 
 def test_at_most_one_answer_in_ten_is_of_the_best(rows, limits):
-    share = sum(judge(row["prompt"], row["completion"]) == BEST for row in rows["sft_train"]) / 72_000
+    share = sum(judge(row["prompt"], row["completion"]) == BEST for row in rows["sft_train"]) / 84_000
     assert 0.05 < limits["crowd_best_share"] <= 0.10
-    assert abs(share - limits["crowd_best_share"]) < 4 * math.sqrt(0.1 * 0.9 / 72_000)
+    assert abs(share - limits["crowd_best_share"]) < 4 * math.sqrt(0.1 * 0.9 / 84_000)
     assert limits["best_judge"] == BEST
     assert -0.9 < limits["crowd_judge"] < -0.3
     assert 4.5 < limits["entropy_per_completion"] < 6.5
