@@ -537,6 +537,7 @@ class PPOConfig:
     ref_update_every: int = option(0, "iterations after which the reference becomes a copy of the policy; 0: never", 0)
     separate_critic: bool = option(False, "a value network of its own, started from the reward model")
     models: str = option("", "folder of sft.pt and rm.pt; the same as --out unless it is given")
+    reward: str = option("", "module:function of yours, (prompts, responses) -> floats, instead of the reward model")
     no_report: bool = option(False, "end without measuring the result on the validation prompts")
 
     def __post_init__(self):

@@ -3,12 +3,17 @@
     python train_ppo.py                    after train_sft.py and train_rm.py, on the same data
     python train_ppo.py --data FOLDER      on prompts_train.jsonl and prompts_val.jsonl of your own: {"prompt"}
 
+    python train_ppo.py --reward my:score  with a function of yours in my.py instead of the reward model
+
 Each iteration: sample responses, score them, work out advantages, update. Writes out/ppo.pt and out/report.json.
 """
 
+import functools
+import importlib
 import itertools
 import json
 import math
+import sys
 from pathlib import Path
 
 import torch
@@ -25,16 +30,20 @@ def main():
     torch.manual_seed(run.seed)
     models = Path(ppo.models or run.out)
     policy, tokenizer, sft_facts = load_checkpoint(models / "sft.pt", ["sft"], run.device)
-    reward_model, rm_tokenizer, rm_facts = load_checkpoint(models / "rm.pt", ["rm"], run.device)
-    if rm_tokenizer.tokens != tokenizer.tokens:
-        raise UserError(f"{models}: sft.pt and rm.pt have different vocabularies; run train_rm.py again after train_sft.py")
+    facts, reward_function = {"sft": sft_facts}, load_function(ppo.reward) if ppo.reward else None
+    if not reward_function:
+        reward_model, rm_tokenizer, facts["rm"] = load_checkpoint(models / "rm.pt", ["rm"], run.device)
+        if rm_tokenizer.tokens != tokenizer.tokens or reward_model.config != policy.config:
+            raise UserError(f"{models}: rm.pt was not made from sft.pt; run train_rm.py again after train_sft.py")
+        reward_model = frozen_copy(reward_model)
+    elif ppo.separate_critic:
+        raise UserError("--separate_critic starts from the reward model, and with --reward there is none")
     prompts, val_prompts = (
         [prompt for (prompt,) in encode_rows(read_rows(run.data, "prompts", split), tokenizer, policy.config.context)]
         for split in ("train", "val")
     )
 
-    sft, reward_model = frozen_copy(policy), frozen_copy(reward_model)
-    ref = frozen_copy(policy)
+    sft, ref = frozen_copy(policy), frozen_copy(policy)
     if ppo.separate_critic:
         policy = policy.with_critic(reward_model)
     policy.eval()  # no dropout, ever: it would make the policy differ from itself
@@ -43,7 +52,8 @@ def main():
     kl_coef = progress.values.setdefault("kl_coef", ppo.kl_coef)
 
     def score(tokens, mask):
-        return score_responses(reward_model, tokens, mask, tokenizer.eot, ppo.length_penalty, ppo.missing_eos_penalty)
+        model = functools.partial(apply, reward_function, tokenizer, mask) if reward_function else reward_model
+        return score_responses(model, tokens, mask, tokenizer.eot, ppo.length_penalty, ppo.missing_eos_penalty)
 
     print(f"PPO on {run.device}: {ppo.steps} iterations of {ppo.batch_size} responses, {ppo.epochs} x {ppo.minibatches} steps each")
     stream = itertools.chain.from_iterable(batches(len(prompts), ppo.batch_size, run.seed))
@@ -95,7 +105,8 @@ def main():
     print(f"saved {run.out / 'ppo.pt'}{'' if ppo.no_report else '; now the report'}")
     if ppo.no_report:
         return
-    report = make_report(policy, sft, reward_model, score, val_prompts, tokenizer, run, ppo, {"sft": sft_facts, "rm": rm_facts})
+    models = (policy, sft, None if reward_function else reward_model)
+    report = make_report(*models, score, val_prompts, tokenizer, run, ppo, facts)
     (run.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     print_report(report)
 
@@ -108,6 +119,27 @@ def check_start(logprobs, sampled_logprobs, ref_logprobs):
     if kl > 1e-3:
         raise UserError(f"before the first update a token is {kl:.4f} nats away from the reference, not 0")
     print("checked: before the first update the ratio is 1 and the KL to the reference is 0")
+
+
+def load_function(name):
+    """"module:function" -> the function; the module is looked for in the current folder too."""
+    module, _, function = name.partition(":")
+    sys.path.insert(0, "")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, ValueError, AttributeError) as error:
+        raise UserError(f"--reward {name}: {error}; should be module:function, for instance my:score for score() in my.py")
+
+
+def apply(function, tokenizer, mask, tokens, lengths):
+    """The scores (B,) that a function of texts gives to rows (B, T), in place of a reward model."""
+    begins = mask.int().argmax(1) + 1
+    prompts = [tokenizer.decode(row[:begin].tolist()) for row, begin in zip(tokens, begins)]
+    responses = [tokenizer.decode(row[1:][inside].tolist()) for row, inside in zip(tokens, mask)]
+    scores = torch.tensor([float(score) for score in function(prompts, responses)], device=tokens.device)
+    if len(scores) != len(tokens) or not scores.isfinite().all():
+        raise UserError(f"--reward: {len(tokens)} responses should get {len(tokens)} finite numbers, got {scores.tolist()}"[:200])
+    return scores
 
 
 if __name__ == "__main__":

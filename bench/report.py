@@ -85,18 +85,23 @@ def optimality(J, J_sft, J_best):
 
 
 @torch.no_grad()
-def distances_to_the_limits(sft, reward_model, tokenizer, run, crowd, judge):
-    """How much worse than the truth itself the two models do on the validation rows, row by row, so that luck cancels out."""
+def above_entropy(sft, tokenizer, run, crowd):
+    """How much worse than the truth itself the SFT model does on the validation rows, row by row, so that luck cancels out."""
     rows = load_jsonl(run.data / "sft_val.jsonl", ("prompt", "completion"))
     encoded = encode_rows(rows, tokenizer, sft.config.context)
     nats = completion_nats(sft, encoded, run.device)[0].cpu().double()
     excess = nats - nats.new_tensor([-math.log(crowd(prompt)[completion]) for prompt, completion in rows])
-    tokens = sum(len(completion) for _, completion in encoded) / len(rows)
+    return estimate("above_entropy", excess * len(rows) / sum(len(completion) for _, completion in encoded))
+
+
+@torch.no_grad()
+def below_ceiling(reward_model, tokenizer, run, judge):
+    """How many more of the validation pairs the judge himself gets right, pair by pair."""
     pairs = load_jsonl(run.data / "pref_val.jsonl", ("prompt", "chosen", "rejected"))
-    chosen, rejected = score_pairs(reward_model, encode_rows(pairs, tokenizer, sft.config.context), run.device)
+    chosen, rejected = score_pairs(reward_model, encode_rows(pairs, tokenizer, reward_model.config.context), run.device)
     gaps = torch.tensor([judge(prompt, chosen) - judge(prompt, rejected) for prompt, chosen, rejected in pairs])
     hits = [(x > 0).double() + 0.5 * (x == 0).double() for x in (gaps, (chosen - rejected).cpu())]
-    return estimate("above_entropy", excess / tokens), estimate("below_ceiling", hits[0] - hits[1])
+    return estimate("below_ceiling", hits[0] - hits[1])
 
 
 def make_report(policy, sft, reward_model, score, prompts, tokenizer, run, ppo, facts):
@@ -115,7 +120,7 @@ def make_report(policy, sft, reward_model, score, prompts, tokenizer, run, ppo, 
     after, after_texts = respond(policy, sft, score, prompts, 4, *settings)
     again, _ = respond(policy, sft, score, few, 16, *settings)
 
-    report = {"sft": facts["sft"] | means(before), "rm": facts["rm"], "ppo": means(after), "best_of_n": {}}
+    report = {"sft": facts["sft"] | means(before), "rm": facts.get("rm", {}), "ppo": means(after), "best_of_n": {}}
     if beta > 0:  # at beta = 0 nothing but the reward model's reach limits the optimum
         J_sft, J_ppo = many["score"].mean(1), (again["score"] - beta * again["kl"]).mean(1)
         report["ppo"] |= optimality(J_ppo, J_sft, optimal_objective(many["score"], beta))
@@ -126,11 +131,11 @@ def make_report(policy, sft, reward_model, score, prompts, tokenizer, run, ppo, 
         wins = (after["judge"] > before["judge"]).float() + 0.5 * (after["judge"] == before["judge"]).float()
         report["ppo"] |= estimate("win_rate_vs_sft", wins)
         report["sft"]["entropy_floor"] = ceilings["val_nats"] / facts["sft"]["val_tokens"]
-        report["rm"] |= {"label_ceiling": ceilings["label_accuracy"], "label_loss_floor": ceilings["label_loss"]}
         report["best_judge"] = ceilings["best_judge"]
-        above, below = distances_to_the_limits(sft, reward_model, tokenizer, run, crowd, judge)
-        report["sft"] |= above
-        report["rm"] |= below
+        report["sft"] |= above_entropy(sft, tokenizer, run, crowd)
+        if reward_model:
+            report["rm"] |= {"label_ceiling": ceilings["label_accuracy"], "label_loss_floor": ceilings["label_loss"]}
+            report["rm"] |= below_ceiling(reward_model, tokenizer, run, judge)
     report |= {"beta": beta, "seed": run.seed, "samples": []}
     for i in range(min(6, len(prompts))):
         sample = {"prompt": tokenizer.decode(prompts[i]), "sft": before_texts[4 * i], "ppo": after_texts[4 * i]}
@@ -166,7 +171,8 @@ def print_report(report):
     if "above_entropy" in sft:
         above = f"{sft['above_entropy']:.4f} ± {sft['above_entropy_se']:.4f}"
         print(f"    {above} above the entropy of the same rows, {sft['entropy_floor']:.4f}")
-    print(f"reward model, validation pairs right {rm['val_accuracy']:.4f} ± {rm['val_accuracy_se']:.4f}")
+    if rm:
+        print(f"reward model, validation pairs right {rm['val_accuracy']:.4f} ± {rm['val_accuracy_se']:.4f}")
     if "below_ceiling" in rm:
         below = f"{rm['below_ceiling']:.4f} ± {rm['below_ceiling_se']:.4f}"
         print(f"    {below} below the judge itself on the same pairs, {rm['label_ceiling']:.4f}")

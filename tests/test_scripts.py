@@ -286,6 +286,45 @@ def test_every_option_of_ppo_runs(chain, data, tmp_path, flags):
         assert minippo.load_checkpoint(tmp_path / "ppo.pt", ("ppo",))[0].critic is not None
 
 
+REWARDS = """
+seen = []
+def score(prompts, responses):
+    seen.append(list(zip(prompts, responses)))
+    return [float("bee" in response) for response in responses]
+few = lambda prompts, responses: [1.0]
+odd = lambda prompts, responses: [float("nan") for _ in prompts]
+"""
+
+
+@pytest.fixture
+def rewards(tmp_path, monkeypatch):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("rewards", None)
+
+
+def test_any_function_of_prompts_and_responses_serves_as_reward(chain, data, tmp_path, rewards):
+    shutil.copy(chain / "sft.pt", tmp_path)  # and no rm.pt
+    assert run("train_ppo.py", "--data", data, "--out", tmp_path, *PPO, "--reward", "rewards:score")[0] == 0
+    seen = sys.modules["rewards"].seen
+    assert {prompt for batch in seen for prompt, _ in batch} <= set(zoo.PROMPTS) and len(seen[0]) == 8
+    expected = sum(float("bee" in response) for _, response in seen[0]) / 8
+    first = metrics(tmp_path / "ppo.jsonl")[0]
+    assert first["score"] == pytest.approx(expected - (1 - first["eos_rate"]))  # less the penalty for not ending
+    report = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
+    assert report["rm"] == {} and "judge" in report["ppo"]
+
+
+@pytest.mark.parametrize("reward, says", [
+    ("rewards", "module:function"), ("rewards:none", "module:function"), ("nothing:score", "nothing"), (":", "module:function"),
+    ("rewards:few", "8 finite numbers"), ("rewards:odd", "8 finite numbers"),
+])  # fmt: skip
+def test_a_reward_that_is_no_function_or_gives_no_numbers_is_refused(chain, data, tmp_path, rewards, reward, says):
+    flags = ["--data", data, "--out", tmp_path, "--models", chain, *PPO]
+    assert_refused("train_ppo.py", *flags, "--reward", reward, says=["--reward", says])
+
+
 # Samples of a finished model
 
 
@@ -406,7 +445,7 @@ def test_a_reward_model_of_another_vocabulary_is_refused(copy, data):
     tokenizer = minippo.Tokenizer.train([], 257)
     model = minippo.RewardModel(minippo.GPTConfig(257, 32, 1, heads=2, channels=16))
     minippo.save_checkpoint(copy / "rm.pt", "rm", model, tokenizer)
-    assert_refused("train_ppo.py", "--data", data, "--out", copy, says=["vocabular", "train_rm.py"])
+    assert_refused("train_ppo.py", "--data", data, "--out", copy, says=["rm.pt was not made from sft.pt", "train_rm.py"])
 
 
 def test_a_state_of_a_model_of_another_size_is_refused(copy, data):
