@@ -10,8 +10,10 @@ What the third stage maximises, for prompts x, responses y drawn from the policy
 
     J(pi) = E[ r(x, y) ] - beta * KL(pi || ref)          (InstructGPT, arXiv:2203.02155, eq. 2 without its last term)
 
-where ref, the reference, is a frozen copy of the SFT model. Four networks take part: the policy (trained), a value
-function (trained, by default a second head on the policy), the reward model (frozen) and the reference (frozen).
+The policy is the language model, seen as a rule for choosing the next token. The reference, ref, is a frozen copy of the
+SFT model. KL(pi || ref) = E[log pi(y | x) - log ref(y | x)] says how far the policy has strayed, in nats (the unit of
+natural logarithms); beta is the price of a nat. Four networks take part: the policy (trained), a value function (trained,
+by default a second head on the policy), the reward model (frozen) and the reference (frozen).
 
 Shapes: B rows of a batch, T positions, C channels, H heads, V vocabulary, N response tokens of a whole batch.
 
@@ -52,6 +54,7 @@ import tiktoken
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 inf = float("inf")
 
@@ -229,7 +232,10 @@ class GPTConfig:
 
 
 class Attention(nn.Module):
-    """Causal self-attention of several heads: every position reads from itself and from those before it."""
+    """Causal self-attention of several heads: every position reads from itself and from those before it.
+
+    cache, positions and visible are for sampling token by token (section 4); training and scoring leave them out.
+    """
 
     def __init__(self, config):
         super().__init__()
@@ -268,7 +274,14 @@ class Block(nn.Module):
 
 
 class Trunk(nn.Module):
-    """tokens (B, T) -> hidden states (B, T, C): the body that the heads of all four networks stand on."""
+    """tokens (B, T) -> hidden states (B, T, C): the body that the heads of all four networks stand on.
+
+    How to compute is a matter of the machine and the same for all trunks of a run. `autocast`: a type that matrix products
+    are done in (the weights, the residual stream and the heads keep theirs). `checkpointing`: recompute each block in the
+    backward pass instead of keeping what it computed.
+    """
+
+    autocast, checkpointing = None, False
 
     def __init__(self, config):
         super().__init__()
@@ -295,14 +308,19 @@ class Trunk(nn.Module):
             columns = torch.arange(cache[0][0].shape[1], device=tokens.device)
             visible = columns <= positions[:, None, :, None]  # (B, 1, T, columns), the same for all heads
         x = self.dropout(self.tokens(tokens) + self.positions(positions))  # (B, T, C)
-        for block, kept in zip(self.blocks, cache):
-            x = block(x, cache=kept, positions=positions, visible=visible)
+        with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
+            for block, kept in zip(self.blocks, cache):
+                if self.checkpointing and torch.is_grad_enabled():
+                    x = checkpoint(block, x, use_reentrant=False)
+                else:
+                    x = block(x, cache=kept, positions=positions, visible=visible)
         return self.norm(x)
 
     def new_cache(self, rows, columns):
         """Keys and values of each block, (rows, columns, H, C/H): filled while decoding, so that nothing is read twice."""
         heads, C = self.blocks[0].attention.heads, self.tokens.embedding_dim
-        return [[self.tokens.weight.new_zeros(rows, columns, heads, C // heads) for _ in "kv"] for _ in self.blocks]
+        shape, dtype = (rows, columns, heads, C // heads), self.autocast or self.tokens.weight.dtype
+        return [[self.tokens.weight.new_zeros(shape, dtype=dtype) for _ in "kv"] for _ in self.blocks]
 
 
 class GPT(nn.Module):
@@ -344,8 +362,9 @@ class GPT(nn.Module):
 class RewardModel(nn.Module):
     """Scores a whole row, prompt and response, with one number: how much people would like it.
 
-    Made from a GPT it starts with a copy of that trunk. Only differences of raw scores have a meaning (they are log-odds);
-    `mean` and `std`, set after training, put them on a scale that is the same for every reward model.
+    Made from a GPT it starts with a copy of that trunk. Only differences of raw scores have a meaning: the log-odds that
+    people prefer one answer to the other (section 5). `mean` and `std`, set after training, put them on a scale that is the
+    same for every reward model.
     """
 
     def __init__(self, config_or_gpt):
@@ -382,7 +401,8 @@ def frozen_copy(model):
 # 3. Log-probabilities, and averages over responses
 #
 # Sums and means run over the response tokens alone: x[mask] picks them, so that padding and prompts, whatever they hold,
-# cannot reach a loss, a gradient or a metric.
+# cannot reach a loss, a gradient or a metric. Most functions from here to section 6 take plain tensors and numbers, and work
+# when pasted elsewhere after `import torch`.
 
 
 def gather_logprobs(logits, targets, temperature=1.0):
@@ -436,7 +456,7 @@ def last_action(mask):
 
 
 def first_columns(cache, count):
-    """The first columns of a key/value cache: those that any row has reached."""
+    """The first columns of a key/value cache: those that any row may have filled."""
     return [[x[:, :count] for x in kv] for kv in cache]
 
 
@@ -480,7 +500,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, top_k=0):
         if 2 * alive.sum() < len(rows):
             rows, token, position, cache = rows[alive], token[alive], position[alive], [[x[alive] for x in kv] for kv in cache]
             alive = alive[alive]
-        if len(rows) == 0:
+        if len(rows) == 0 or reach == longest + max_new_tokens:
             break
         hidden = policy.trunk(token[:, None], first_columns(cache, reach), position[:, None])[:, 0]  # (B, C)
         position = (position + 1).clamp(max=T - 1)
@@ -509,6 +529,10 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # better than expected each token turned out (its advantage), and takes a few gradient steps that make good tokens
 # likelier. Two other policies are at work, and they are not to be confused: the old one, a few steps behind, against
 # which the ratio is taken; and the reference, the SFT model, from which the KL penalty keeps the policy from straying.
+#
+# The loop of train_ppo.py calls what is defined here in this order:
+#
+#     generate -> score_responses -> evaluate_actions (policy and reference) -> kl_adjusted_rewards -> gae -> whiten -> ppo_update
 
 
 @dataclass
@@ -522,18 +546,19 @@ class PPOConfig:
     max_grad_norm: float = option(1.0, "longer gradients are scaled down to this norm", 0)
     epochs: int = option(1, "passes over each batch of responses", 1)
     minibatches: int = option(4, "gradient steps per pass", 1)
-    kl_coef: float = option(0.1, "beta, the price of one nat of KL to the reference, paid in the reward", 0)
+    micro_batch: int = option(0, "responses in memory at once in a gradient step; 0: all of its minibatch", 0)
+    kl_coef: float = option(0.1, "beta, the price of one nat of KL to the reference, paid in the reward", 0, 1e6)
     kl_target: float = option(6.0, "KL in nats that the adaptive beta steers to; needs a finite kl_horizon", 1e-6)
-    kl_horizon: float = option(inf, "responses after which the adaptive beta may have changed e-fold; inf: fixed beta", 1)
-    kl_loss_coef: float = option(0.0, "the same penalty, but paid in the loss", 0)
+    kl_horizon: float = option(inf, "responses in which the adaptive beta changes by a fifth at most; inf: fixed beta", 1)
+    kl_loss_coef: float = option(0.0, "weight of a penalty on the KL per token in the loss; not on the scale of kl_coef", 0, 1e6)
     gamma: float = option(1.0, "discount per token", 0, 1)
     lam: float = option(1.0, "GAE's lambda: 0 trusts the value function, 1 the sampled return", 0, 1)
     clip_eps: float = option(0.2, "the ratio counts only within 1 - clip_eps .. 1 + clip_eps; inf: no clipping", 0)
     value_clip: float = option(0.2, "the same for the step of a value away from its old one; inf: no clipping", 0)
     vf_coef: float = option(0.1, "weight of the value loss; on a shared trunk a large one disturbs the policy", 0)
     entropy_coef: float = option(0.0, "weight of the entropy bonus", 0)
-    length_penalty: float = option(0.0, "taken off the score for each token of the response", 0)
-    missing_eos_penalty: float = option(1.0, "taken off the score of a response that does not end by itself", 0)
+    length_penalty: float = option(0.0, "taken off the score for each token of the response", 0, 1e6)
+    missing_eos_penalty: float = option(1.0, "taken off the score of a response that does not end by itself", 0, 1e6)
     ref_update_every: int = option(0, "iterations after which the reference becomes a copy of the policy; 0: never", 0)
     separate_critic: bool = option(False, "a value network of its own, started from the reward model")
     models: str = option("", "folder of sft.pt and rm.pt; the same as --out unless it is given")
@@ -543,6 +568,8 @@ class PPOConfig:
     def __post_init__(self):
         if self.minibatches > self.batch_size:
             raise UserError(f"minibatches ({self.minibatches}) must not exceed batch_size ({self.batch_size})")
+        if self.kl_horizon < self.batch_size:
+            raise UserError(f"kl_horizon ({self.kl_horizon}) must not be below batch_size ({self.batch_size})")
 
 
 @torch.no_grad()
@@ -556,28 +583,29 @@ def score_responses(reward_model, tokens, mask, eot, length_penalty=0.0, missing
     return reward_model(tokens, last + 1) - length_penalty * mask.sum(1) - missing_eos_penalty * ~ended, ended
 
 
+def kl_per_response(logprobs, ref_logprobs, mask):
+    """Two estimates of KL(pi || ref) for each response, in nats, from samples of pi: k1 and k3, (B,) each.
+
+    k1 = sum of log pi - log ref: unbiased; for one response it may well be negative, on average it cannot.
+    k3 = sum of ref/pi - 1 - log(ref/pi): unbiased too, never negative, and steadier as long as the two policies are close
+    (Schulman, "Approximating KL divergence"). Both are sums over the tokens of a response.
+    """
+    log_ratio = torch.where(mask, ref_logprobs - logprobs, 0.0)  # log ref/pi
+    return -log_ratio.sum(1), (log_ratio.exp() - 1 - log_ratio).sum(1)
+
+
 def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
     """Rewards per token: the price of leaving the reference at every action, the score at the last one.
 
     scores (B,); logprobs, ref_logprobs (in nats), mask (B, T-1) -> rewards (B, T-1), 0 outside the mask.
     """
-    # InstructGPT, eq. 2: r_t = -beta * (log pi(a_t | s_t) - log ref(a_t | s_t)). The bracket is the k1 estimate: averaged
-    # over samples of pi it is the KL, so that a policy pays where it has made a token likelier than the reference has it.
+    # InstructGPT, eq. 2, token by token: r_t = -beta * (log pi(a_t | s_t) - log ref(a_t | s_t)). The bracket is k1: a policy
+    # pays where it has made a token likelier than the reference has it.
     rewards = torch.where(mask, -kl_coef * (logprobs - ref_logprobs), 0.0)
     # The reward model judges whole responses: nothing is known before the last token is there.
     last = (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1)
     rewards[torch.arange(len(mask), device=mask.device), last] += scores
     return rewards
-
-
-def kl_per_response(logprobs, ref_logprobs, mask):
-    """Two estimates of KL(pi || ref) for each response, in nats, from samples of pi: k1 and k3, (B,) each.
-
-    k1 = sum of log pi - log ref: unbiased, and negative for about as many responses as chance will have it.
-    k3 = sum of ref/pi - 1 - log(ref/pi): unbiased too, never negative, steadier (Schulman, "Approximating KL divergence").
-    """
-    log_ratio = torch.where(mask, ref_logprobs - logprobs, 0.0)  # log ref/pi
-    return -log_ratio.sum(1), (log_ratio.exp() - 1 - log_ratio).sum(1)
 
 
 def adapt_kl_coef(kl_coef, kl, kl_target, responses, kl_horizon):
@@ -601,15 +629,15 @@ def gae(rewards, values, mask, gamma, lam):
         next_advantage = delta + gamma * lam * next_advantage  # eq. 16: A_t = delta_t + gamma lam A_t+1
         advantages[:, t], next_value = next_advantage, values[:, t]
     advantages = torch.where(mask, advantages, 0.0)
-    return advantages, advantages + values  # the values are trained towards A + V, the TD(lam) return
+    return advantages, advantages + values  # A + V is what the values are trained towards; with lam = 1 the return that followed
 
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
     """PPO's clipped objective (arXiv:1707.06347, eq. 7) with the sign of a loss; all (B, T-1) -> scalar, stats.
 
-    ratio = pi / old starts at 1. Once an action is likelier by clip_eps than when it was sampled (or less likely, where
-    its advantage is negative), the objective is flat and pushes no further. The min leaves the other side alone: a
-    ratio that has moved in the harmful direction still gets its full gradient back.
+    ratio = pi / old starts at 1. Once an action of positive advantage is likelier by the factor 1 + clip_eps than when it was
+    sampled, or one of negative advantage less likely by 1 - clip_eps, the objective is flat and pushes no further. The min
+    leaves the other side alone: a ratio that has moved in the harmful direction still gets its full gradient back.
     """
     logprobs, old_logprobs, advantages = logprobs[mask], old_logprobs[mask], advantages[mask]  # (N,)
     log_ratio = logprobs - old_logprobs
@@ -644,15 +672,13 @@ def explained_variance(values, returns, mask):
 
 
 def optimizer_step(loss, model, optimizer, max_grad_norm, step):
-    """One move down the gradient of a scalar loss; returns the gradient's norm before it was scaled down.
+    """One move down the gradient that backward() has left behind; returns its norm before it was scaled down.
 
     Raises UserError, which names the step, when loss or gradient is not finite; the weights are as they were then.
     """
-    optimizer.zero_grad()
-    loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm).item()
-    if not (math.isfinite(loss.item()) and math.isfinite(norm)):
-        raise UserError(f"step {step}: the loss is {loss.item()}, the norm of its gradient {norm}; try a smaller --lr")
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise UserError(f"step {step}: the loss is {loss}, the norm of its gradient {norm}; try a smaller --lr")
     optimizer.step()
     return norm
 
@@ -660,32 +686,39 @@ def optimizer_step(loss, model, optimizer, max_grad_norm, step):
 def ppo_update(policy, optimizer, batch, config, step=0):
     """One PPO update: epochs x minibatches gradient steps on one batch of responses. Returns the mean stats.
 
-    batch: tokens (B, T), and (B, T-1) each: mask, logprobs and values (both recorded at rollout, so *old* by now),
-    ref_logprobs, advantages, returns.
+    batch: tokens (B, T), and (B, T-1) each: mask, logprobs and values (both of when the responses were sampled, so *old* by
+    now), ref_logprobs, advantages, returns.
     """
-    sums, weights = Counter(), 0
-    ratio_max = 0.0
+    sums, ratio_max, bonus = Counter(), 0.0, config.entropy_coef > 0
     for _ in range(config.epochs):
         for rows in torch.randperm(len(batch["tokens"]), device=batch["tokens"].device).tensor_split(config.minibatches):
-            columns = int(last_action(batch["mask"][rows]).max()) + 1  # cut the minibatch to its longest row
-            old = {name: x[rows, :columns] for name, x in batch.items()}
-            mask, tokens = old["mask"], batch["tokens"][rows, : columns + 1]
+            optimizer.zero_grad()
+            loss_of_step, tokens_of_step = 0.0, int(batch["mask"][rows].sum())
+            for piece in rows.split(config.micro_batch or len(rows)):
+                old = {name: x[piece] for name, x in batch.items()}
+                columns = int(last_action(old["mask"]).max()) + 1  # cut the piece to its longest row
+                tokens = old.pop("tokens")[:, : columns + 1]
+                old = {name: x[:, :columns] for name, x in old.items()}
+                mask = old["mask"]
 
-            bonus = config.entropy_coef > 0
-            logprobs, values, entropy = evaluate_actions(policy, tokens, mask, config.temperature, entropy_grad=bonus)
-            actor, actor_stats = policy_loss(logprobs, old["logprobs"], old["advantages"], mask, config.clip_eps)
-            critic, critic_stats = value_loss(values, old["values"], old["returns"], mask, config.value_clip)
-            # k2 = (log pi - log ref)^2 / 2: its gradient is, on average, that of the KL; k1's is 0 and k3's another one
-            kl_loss = masked_mean(0.5 * (logprobs - old["ref_logprobs"]) ** 2, mask)
-            entropy = masked_mean(entropy, mask)
-            loss = actor + config.vf_coef * critic - config.entropy_coef * entropy + config.kl_loss_coef * kl_loss
-            norm = optimizer_step(loss, policy, optimizer, config.max_grad_norm, step)
+                logprobs, values, entropy = evaluate_actions(policy, tokens, mask, config.temperature, entropy_grad=bonus)
+                actor, actor_stats = policy_loss(logprobs, old["logprobs"], old["advantages"], mask, config.clip_eps)
+                critic, critic_stats = value_loss(values, old["values"], old["returns"], mask, config.value_clip)
+                # k2 = (log pi - log ref)^2 / 2: averaged over samples of pi its gradient is that of the KL; k1's is 0
+                kl_loss = masked_mean(0.5 * (logprobs - old["ref_logprobs"]) ** 2, mask)
+                entropy = masked_mean(entropy, mask)
+                loss = actor + config.vf_coef * critic - config.entropy_coef * entropy + config.kl_loss_coef * kl_loss
+                share = int(mask.sum()) / tokens_of_step  # means over the pieces, so weighted, add up to that over the minibatch
+                (share * loss).backward()
 
-            stats = {"loss": loss.item(), **actor_stats, **critic_stats, "entropy": entropy.item(), "grad_norm": norm}
-            ratio_max, tokens = max(ratio_max, stats.pop("ratio_max")), int(mask.sum())
-            sums.update({name: tokens * x for name, x in stats.items()})
-            weights += tokens
-    return {name: total / weights for name, total in sums.items()} | {"ratio_max": ratio_max}
+                loss_of_step += share * loss.item()
+                stats = {"loss": loss.item(), **actor_stats, **critic_stats, "entropy": entropy.item()}
+                ratio_max = max(ratio_max, stats.pop("ratio_max"))
+                sums.update({name: int(mask.sum()) * x for name, x in stats.items()})
+            norm = optimizer_step(loss_of_step, policy, optimizer, config.max_grad_norm, step)
+            sums.update({"tokens": tokens_of_step, "grad_norm": tokens_of_step * norm})
+    tokens = sums.pop("tokens")
+    return {name: total / tokens for name, total in sums.items()} | {"ratio_max": ratio_max}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -697,6 +730,8 @@ class RunConfig:
     data: str = option("data/zoo", "folder with the JSON-lines files (data/README.md says which)")
     out: str = option("out", "folder for checkpoints and metrics")
     device: str = option("auto", "auto, cpu or cuda")
+    dtype: str = option("float32", "float32, or bfloat16 for the matrix products inside the blocks; weights stay float32")
+    grad_checkpoint: bool = option(False, "less memory for a third more time: recompute activations in the backward pass")
     seed: int = option(0, "seed of everything random: same seed, same result", 0, 2**31)
     resume: bool = option(False, "go on where an interrupted run stopped")
     save_every: int = option(100, "steps between two saves of the state that --resume needs", 1)
@@ -707,8 +742,17 @@ class RunConfig:
             raise UserError(f"--device {self.device}: should be auto, cpu or cuda")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UserError("--device cuda: this PyTorch sees no CUDA GPU; use --device cpu")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise UserError(f"--dtype {self.dtype}: should be float32 or bfloat16")
         if self.device == "auto":
             self.device = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def prepare(run):
+    """Seed everything, and tell the trunks how to compute."""
+    torch.manual_seed(run.seed)
+    Trunk.autocast = torch.bfloat16 if run.dtype == "bfloat16" else None
+    Trunk.checkpointing = run.grad_checkpoint
 
 
 def read_flags(doc, *settings, positional=""):
@@ -740,13 +784,18 @@ def read_flags(doc, *settings, positional=""):
 
 def run_script(main):
     """Call main(). What the user can put right ends in one line and status 2, Ctrl-C in one line and status 130."""
-    sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character shows ? instead of ending the run
+    for stream in (sys.stdin, sys.stdout):
+        stream.reconfigure(errors="replace")  # what cannot be shown or read becomes a question mark instead of ending the run
     try:
         return main()
     except UserError as error:
         status, message = 2, error
     except OSError as error:
         status, message = 2, f"{error.filename or 'output'}: {error.strerror}"
+    except (RuntimeError, MemoryError) as error:
+        if "memory" not in str(error).lower() and not isinstance(error, MemoryError):
+            raise
+        status, message = 2, f"not enough memory ({str(error).splitlines()[0][:100]}); try a smaller batch, or --micro_batch"
     except KeyboardInterrupt as stop:
         status, message = 130, f"stopped; {str(stop) or 'files written before are whole'}"
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
@@ -829,27 +878,30 @@ class Progress:
     def __init__(self, kind, run, configs, steps, **parts):
         self.state_path, log_path = run.out / f"{kind}_state.pt", run.out / f"{kind}.jsonl"
         self.run, self.steps, self.parts, self.values = run, steps, parts, {"step": 0, "seconds": 0.0}
-        self.settings = {"data": str(run.data), "seed": run.seed, "steps": steps}
+        self.settings = {"data": str(run.data), "seed": run.seed, "dtype": run.dtype, "steps": steps}
         for config in configs:
-            self.settings |= dataclasses.asdict(config)
+            self.settings |= {name: x for name, x in dataclasses.asdict(config).items() if name not in ("models", "no_report")}
         if run.resume and not self.state_path.exists():
             print(f"--resume: {self.state_path} is not there, so this run starts at the beginning")
         elif run.resume:
             state = read_file(self.state_path, ("state",))
-            was = state["settings"]
-            differ = [f"--{name} {was.get(name)}" for name, value in self.settings.items() if was.get(name) != value]
+            was = state.get("settings", {})
+            differ = [f"{name} = {was.get(name)}" for name, value in self.settings.items() if was.get(name) != value]
             if differ:
-                raise UserError(f"{self.state_path} was saved with {' '.join(differ)}; repeat that, or leave --resume out")
+                raise UserError(f"{self.state_path} was saved with {', '.join(differ)}; repeat that, or leave --resume out")
             for name, part in parts.items():
                 part.load_state_dict(state[name])
             set_random_state(state["random"])
             self.values = state["values"]
+        else:
+            self.state_path.unlink(missing_ok=True)  # of an earlier run: a later --resume must not mistake it for this one's
         run.out.mkdir(parents=True, exist_ok=True)
         logged = log_path.read_text().splitlines(True) if self.values["step"] else []
         log_path.write_text("".join(logged[: self.values["step"]]))  # one line a step; those after the last save are made again
         self.log, self.asked = open(log_path, "a"), []
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.ask)
+        if self.values["step"] < steps:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, self.ask)
         self.began = self.shown = time.perf_counter() - self.values["seconds"]
 
     def ask(self, number, frame):
@@ -924,8 +976,8 @@ def read_rows(data, task, split):
         rows = load_jsonl(path, KEYS[task])
     else:
         path = find(f"{task}_train") or data / f"{task}_train.jsonl"
-        wanted = {"val": [0], "train": range(1, 20)}[split]
-        rows = [row for row in load_jsonl(path, KEYS[task]) if zlib.crc32(row[0].encode(errors="replace")) % 20 in wanted]
+        rows = load_jsonl(path, KEYS[task])
+        rows = [row for row in rows if (zlib.crc32(row[0].encode(errors="replace")) % 20 == 0) == (split == "val")]
         note = f" for {split}; there is no {task}_val.jsonl, so one prompt in twenty is held out"
         if not rows:
             raise UserError(f"{path}: too few prompts to hold any out; write a {task}_val.jsonl")
@@ -979,7 +1031,7 @@ def main():
     config, (path, *texts) = read_flags(main.__doc__, SampleConfig(), positional="CHECKPOINT PROMPT")
     policy, tokenizer, _ = load_checkpoint(path, ("ppo", "sft"))
     torch.manual_seed(config.seed)
-    for text in texts or (line.rstrip("\r\n") for line in sys.stdin):
+    for text in texts or filter(None, (line.rstrip("\r\n") for line in sys.stdin)):
         prompt = tokenizer.encode(text)
         if not 0 < len(prompt) < policy.config.context:
             raise UserError(f"the prompt {text[:40]!r} has {len(prompt)} tokens, should have 1 to {policy.config.context - 1}")

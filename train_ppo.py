@@ -21,13 +21,13 @@ import torch
 from bench.report import make_report, print_report
 from minippo import PPOConfig, RunConfig, UserError, Progress
 from minippo import adamw, adapt_kl_coef, batches, encode_rows, evaluate_actions, explained_variance, frozen_copy, gae, generate
-from minippo import kl_adjusted_rewards, kl_per_response, load_checkpoint, ppo_update
+from minippo import kl_adjusted_rewards, kl_per_response, load_checkpoint, ppo_update, prepare
 from minippo import read_flags, read_rows, run_script, save_checkpoint, score_responses, set_lr, whiten
 
 
 def main():
     run, ppo = read_flags(__doc__, RunConfig(), PPOConfig())
-    torch.manual_seed(run.seed)
+    prepare(run)
     models = Path(ppo.models or run.out)
     policy, tokenizer, sft_facts = load_checkpoint(models / "sft.pt", ["sft"], run.device)
     facts, reward_function = {"sft": sft_facts}, load_function(ppo.reward) if ppo.reward else None
@@ -43,7 +43,7 @@ def main():
         for split in ("train", "val")
     )
 
-    sft, ref = frozen_copy(policy), frozen_copy(policy)
+    ref, sft = frozen_copy(policy), frozen_copy(policy)  # --ref_update_every moves ref; the report compares with sft
     if ppo.separate_critic:
         policy = policy.with_critic(reward_model)
     policy.eval()  # no dropout, ever: it would make the policy differ from itself
@@ -52,7 +52,7 @@ def main():
     kl_coef = progress.values.setdefault("kl_coef", ppo.kl_coef)
 
     def score(tokens, mask):
-        model = functools.partial(apply, reward_function, tokenizer, mask) if reward_function else reward_model
+        model = functools.partial(score_texts, reward_function, tokenizer, mask) if reward_function else reward_model
         return score_responses(model, tokens, mask, tokenizer.eot, ppo.length_penalty, ppo.missing_eos_penalty)
 
     print(f"PPO on {run.device}: {ppo.steps} iterations of {ppo.batch_size} responses, {ppo.epochs} x {ppo.minibatches} steps each")
@@ -71,7 +71,7 @@ def main():
             logprobs, values, _ = evaluate_actions(policy, tokens, mask, ppo.temperature)
             ref_logprobs, _, _ = evaluate_actions(ref, tokens, mask, ppo.temperature)
         if step == 0:
-            check_start(logprobs, sampled_logprobs, ref_logprobs)
+            check_start(logprobs, sampled_logprobs, ref_logprobs, 1e-3 if run.dtype == "float32" else 0.2)
 
         # 3. Rewards per token, and how much better than expected each token was.
         rewards = kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef)
@@ -84,7 +84,7 @@ def main():
 
         kl, kl_k3 = kl_per_response(logprobs, ref_logprobs, mask)
         score_mean, kl_mean, kl_se = scores.mean().item(), kl.mean().item(), kl.std(correction=0).item() / math.sqrt(len(kl))
-        if kl_mean < -4 * kl_se - 1e-4:
+        if len(kl) > 1 and kl_mean < -4 * kl_se - 1e-4:
             print(f"warning: step {step + 1}: KL {kl_mean:.3f} ± {kl_se:.3f} is below 0: sampling and scoring disagree")
         metrics = {
             "score": score_mean, "kl": kl_mean, "kl_k3": kl_k3.mean().item(), "kl_coef": kl_coef,
@@ -99,7 +99,7 @@ def main():
         kl_coef = progress.values["kl_coef"] = adapt_kl_coef(kl_coef, kl_mean, ppo.kl_target, ppo.batch_size, ppo.kl_horizon)
         if ppo.ref_update_every and (step + 1) % ppo.ref_update_every == 0:
             ref.load_state_dict(policy.state_dict(), strict=False)
-        progress.end_step(tokens.numel(), ["score", "kl", "entropy", "eos_rate"], **metrics)
+        progress.end_step(sum(map(len, rows)) + int(mask.sum()), ["score", "kl", "entropy", "eos_rate"], **metrics)
 
     save_checkpoint(run.out / "ppo.pt", "ppo", policy, tokenizer)
     print(f"saved {run.out / 'ppo.pt'}{'' if ppo.no_report else '; now the report'}")
@@ -111,12 +111,13 @@ def main():
     print_report(report)
 
 
-def check_start(logprobs, sampled_logprobs, ref_logprobs):
+def check_start(logprobs, sampled_logprobs, ref_logprobs, tolerance):
     """Before the first update policy, sampler and reference are one and the same. Most bugs of RLHF code show up here."""
     ratio, kl = (logprobs - sampled_logprobs).exp(), (logprobs - ref_logprobs).abs().max().item()
-    if (ratio - 1).abs().max() > 1e-3:
-        raise UserError(f"before the first update the ratio is up to {ratio.max():.4f}, not 1: sampling and scoring disagree")
-    if kl > 1e-3:
+    off = (ratio - 1).abs().max()
+    if off > tolerance:
+        raise UserError(f"before the first update a ratio is {off:.4f} away from 1: sampling and scoring disagree")
+    if kl > tolerance:
         raise UserError(f"before the first update a token is {kl:.4f} nats away from the reference, not 0")
     print("checked: before the first update the ratio is 1 and the KL to the reference is 0")
 
@@ -126,17 +127,24 @@ def load_function(name):
     module, _, function = name.partition(":")
     sys.path.insert(0, "")
     try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, ValueError, AttributeError) as error:
+        found = getattr(importlib.import_module(module), function)
+        if not callable(found):
+            raise TypeError(f"{function} is no function")
+        return found
+    except (ImportError, ValueError, AttributeError, TypeError) as error:
         raise UserError(f"--reward {name}: {error}; should be module:function, for instance my:score for score() in my.py")
 
 
-def apply(function, tokenizer, mask, tokens, lengths):
+def score_texts(function, tokenizer, mask, tokens, lengths):
     """The scores (B,) that a function of texts gives to rows (B, T), in place of a reward model."""
     begins = mask.int().argmax(1) + 1
     prompts = [tokenizer.decode(row[:begin].tolist()) for row, begin in zip(tokens, begins)]
     responses = [tokenizer.decode(row[1:][inside].tolist()) for row, inside in zip(tokens, mask)]
-    scores = torch.tensor([float(score) for score in function(prompts, responses)], device=tokens.device)
+    scores = function(prompts, responses)
+    try:
+        scores = torch.tensor([float(score) for score in scores], device=tokens.device)
+    except TypeError:
+        scores = torch.tensor([])
     if len(scores) != len(tokens) or not scores.isfinite().all():
         raise UserError(f"--reward: {len(tokens)} responses should get {len(tokens)} finite numbers, got {scores.tolist()}"[:200])
     return scores

@@ -10,7 +10,7 @@ scores are then shifted and scaled to mean 0 and standard deviation 1 on the SFT
 import torch
 
 from minippo import PPOConfig, RewardModel, RunConfig
-from minippo import encode_rows, generate, in_order, last_action, load_checkpoint, pad_by_length
+from minippo import encode_rows, generate, in_order, last_action, load_checkpoint, pad_by_length, prepare
 from minippo import read_flags, read_rows, reward_model_loss, run_script, save_checkpoint
 from train_sft import FitConfig, fit
 
@@ -24,17 +24,18 @@ def score_pairs(model, rows, device):
 
 
 def main():
-    run, config = read_flags(__doc__, RunConfig(), FitConfig(epochs=2, lr=1e-3))
-    torch.manual_seed(run.seed)
+    run, config = read_flags(__doc__, RunConfig(), FitConfig(epochs=2))
+    prepare(run)
     sft, tokenizer, _ = load_checkpoint(run.out / "sft.pt", ["sft"], run.device)
     train = encode_rows(read_rows(run.data, "pref", "train"), tokenizer, sft.config.context)
     val = encode_rows(read_rows(run.data, "pref", "val"), tokenizer, sft.config.context)
     prompts = encode_rows(read_rows(run.data, "prompts", "train"), tokenizer, sft.config.context)
 
     # The SFT model's answers set the scale of the scores.
-    answers = []
+    answers, stride = [], max(1, len(prompts) // 2048)
     for i in range(0, 2048, 256):
-        tokens, mask, _ = generate(sft, [prompts[j % len(prompts)][0] for j in range(i, i + 256)], PPOConfig.max_new_tokens)
+        rows = [prompts[j * stride % len(prompts)][0] for j in range(i, i + 256)]
+        tokens, mask, _ = generate(sft, rows, PPOConfig.max_new_tokens)
         answers.append((tokens, last_action(mask) + 2))
 
     model = RewardModel(sft).to(run.device).train()
@@ -54,10 +55,10 @@ def main():
     def save(facts):
         raw = torch.cat([model.raw_scores(tokens, ends) for tokens, ends in answers])
         model.mean.copy_(raw.mean())
-        model.std.copy_(raw.std())
+        model.std.copy_(raw.std().clamp(min=1e-6))
         save_checkpoint(run.out / "rm.pt", "rm", model, tokenizer, **facts)
 
-    best = fit("rm", run, config, model, len(train), loss_of, validate, save)
+    best = fit("rm", run, config, model, len(train), loss_of, len, validate, save)
     accuracy, error = 100 * best["val_accuracy"], 100 * best["val_accuracy_se"]
     print(f"saved {run.out / 'rm.pt'}: it gets {accuracy:.1f} % ± {error:.1f} of the validation pairs right")
 

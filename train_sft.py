@@ -10,19 +10,21 @@ import dataclasses
 import json
 import math
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 
-from minippo import GPT, GPTConfig, Progress, RunConfig, Tokenizer
+from minippo import GPT, GPTConfig, Progress, RunConfig, Tokenizer, UserError
 from minippo import adamw, batches, encode_rows, evaluate_actions, in_order, optimizer_step, option
-from minippo import pad_by_length, read_flags, read_rows, response_mask, run_script, save_checkpoint, set_lr
+from minippo import pad_by_length, prepare, read_flags, read_rows, response_mask, run_script, save_checkpoint, set_lr
 
 
 @dataclass
 class FitConfig:
     epochs: int = option(1, "passes over the training rows", 1)
     batch_size: int = option(64, "rows per step", 1)
+    micro_batch: int = option(0, "rows in memory at once in a step; 0: all of them", 0)
     lr: float = option(1e-3, "peak learning rate of AdamW; it falls linearly to 0", 0)
     warmup: int = option(20, "steps in which the learning rate climbs to its peak", 0)
     weight_decay: float = option(0.0, "AdamW's decay of the weights", 0)
@@ -32,14 +34,15 @@ class FitConfig:
 
 @dataclass
 class InitConfig:
-    init: str = option("", "GPT-2 weights to start from: gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a Hugging Face folder")
+    init: str = option("", "gpt2, gpt2-medium, gpt2-large, gpt2-xl or a folder: its weights, vocabulary and size; use a small --lr")
 
 
-def fit(kind, run, config, model, rows, loss_of, validate, save):
+def fit(kind, run, config, model, rows, loss_of, weight_of, validate, save):
     """Supervised training, here and in train_rm.py: the weights with the lowest validation loss are saved.
 
-    rows: how many training rows there are; loss_of(row numbers) -> loss, number of tokens, stats;
-    validate() -> facts, "val_loss" among them; save(facts). Returns the facts of the saved weights.
+    rows: how many training rows there are; loss_of(row numbers) -> mean loss, number of tokens, stats; weight_of(row
+    numbers): how many things that is a mean over; validate() -> facts, "val_loss" among them; save(facts). Returns the
+    facts of the saved weights.
     """
     steps = config.epochs * math.ceil(rows / config.batch_size)
     optimizer = adamw(model, config.lr, config.weight_decay)
@@ -49,13 +52,23 @@ def fit(kind, run, config, model, rows, loss_of, validate, save):
         if step < progress.values["step"]:
             continue  # done before the interruption
         lr = set_lr(optimizer, config.lr, step, steps, config.warmup)
-        loss, tokens, stats = loss_of(numbers)
-        norm = optimizer_step(loss, model, optimizer, config.max_grad_norm, step + 1)
-        stats = {"loss": loss.item(), **stats, "lr": lr, "grad_norm": norm}
+        size = config.micro_batch or len(numbers)
+        optimizer.zero_grad()
+        tokens, stats = 0, Counter()
+        for piece in (numbers[i : i + size] for i in range(0, len(numbers), size)):
+            loss, tokens_of_piece, stats_of_piece = loss_of(piece)
+            share = weight_of(piece) / weight_of(numbers)  # means over the pieces, so weighted, add up to that over the batch
+            (share * loss).backward()
+            tokens += tokens_of_piece
+            stats.update({name: share * x for name, x in {"loss": loss.item(), **stats_of_piece}.items()})
+        norm = optimizer_step(stats["loss"], model, optimizer, config.max_grad_norm, step + 1)
+        stats = {**stats, "lr": lr, "grad_norm": norm}
         if (step + 1) % math.ceil(steps / config.evals) == 0 or step + 1 == steps:
             model.eval()  # while saving too: train_rm.py measures the scores that it normalises by
             with torch.no_grad():
                 facts = validate()
+                if not math.isfinite(facts["val_loss"]):
+                    raise UserError(f"step {step + 1}: the validation loss is {facts['val_loss']}; try a smaller --lr")
                 if facts["val_loss"] <= best["val_loss"]:
                     best.update(facts)
                     save(facts)
@@ -78,8 +91,8 @@ def completion_nats(model, rows, device):
 
 
 def main():
-    run, gpt, config, start_from = read_flags(__doc__, RunConfig(), GPTConfig(), FitConfig(epochs=1, lr=3e-3), InitConfig())
-    torch.manual_seed(run.seed)
+    run, gpt, config, start_from = read_flags(__doc__, RunConfig(), GPTConfig(), FitConfig(lr=3e-3), InitConfig())
+    prepare(run)
     if run.data == RunConfig().data and not run.data.exists():
         from data.zoo import write_data
 
@@ -105,20 +118,23 @@ def main():
         nats, counts = completion_nats(model, [train[i] for i in numbers], run.device)
         return nats.sum() / counts.sum(), sum(len(p) + len(c) for p, c in (train[i] for i in numbers)), {}
 
+    def weight_of(numbers):
+        return sum(len(completion) for _, completion in (train[i] for i in numbers))
+
     def validate():
         nats, counts = completion_nats(model, val, run.device)
         loss = nats.sum() / counts.sum()
         error = (nats - loss * counts).std() * len(nats) ** 0.5 / counts.sum()  # of a ratio of two sums over rows
-        return {"val_loss": loss.item(), "val_loss_se": error.item(), "val_tokens": int(counts.sum())}
+        return {"val_loss": loss.item(), "val_loss_se": error.nan_to_num().item(), "val_tokens": int(counts.sum())}
 
     def save(facts):
         save_checkpoint(run.out / "sft.pt", "sft", model, tokenizer, **facts)
 
-    best = fit("sft", run, config, model, len(train), loss_of, validate, save)
+    best = fit("sft", run, config, model, len(train), loss_of, weight_of, validate, save)
     print(f"saved {run.out / 'sft.pt'}: validation loss {best['val_loss']:.4f} ± {best['val_loss_se']:.4f} nats/token")
     if (run.data / "ceilings.json").exists():
         floor = json.loads((run.data / "ceilings.json").read_text())["val_nats"] / best["val_tokens"]
-        print(f"the entropy of this data, below which no model can get, is {floor:.4f}")
+        print(f"the entropy of the same completions under the distribution that they were drawn from is {floor:.4f}")
 
 
 if __name__ == "__main__":

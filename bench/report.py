@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from minippo import encode_rows, evaluate_actions, generate, load_jsonl
+from minippo import encode_rows, evaluate_actions, generate, load_jsonl, printable
 from train_rm import score_pairs
 from train_sft import completion_nats
 
@@ -26,7 +26,8 @@ CHUNK = 512  # responses sampled at a time
 def optimal_objective(scores, kl_coef):
     """The largest E[r] - beta KL that any policy reaches: scores (P, M) of M reference samples per prompt -> (P,).
 
-    J*(x) = beta log E_ref[exp(r / beta)], with the mean over the samples for E. A little low for small M.
+    J*(x) = beta log E_ref[exp(r / beta)], with the mean over the samples for E. That is too low rather than too high (rare
+    answers of a high score are missing), so what is measured against it, optimality, is a little too high.
     """
     return kl_coef * (torch.logsumexp(scores / kl_coef, 1) - math.log(scores.shape[1]))
 
@@ -64,7 +65,8 @@ def respond(policy, ref, score, prompts, n, tokenizer, ppo, judge=None):
 def estimate(name, x):
     """x (P,) or (P, n), independent over prompts -> {name: mean, name_se: standard error}."""
     x = x.double().view(len(x), -1).mean(1)
-    return {name: x.mean().item(), f"{name}_se": (x.std() / math.sqrt(len(x))).item()}
+    error = (x.std() / math.sqrt(len(x))).item() if len(x) > 1 else None
+    return {name: x.mean().item(), f"{name}_se": error}
 
 
 def means(measured):
@@ -81,7 +83,7 @@ def optimality(J, J_sft, J_best):
     gained, possible = (J - J_sft).double(), (J_best - J_sft).double()
     ratio = gained.mean() / possible.mean()
     error = (gained - ratio * possible).std() / math.sqrt(len(gained)) / possible.mean()
-    return {"optimality": ratio.item(), "optimality_se": error.item()}
+    return {"optimality": ratio.item(), "optimality_se": error.item() if len(gained) > 1 else None}
 
 
 @torch.no_grad()
@@ -89,6 +91,8 @@ def above_entropy(sft, tokenizer, run, crowd):
     """How much worse than the truth itself the SFT model does on the validation rows, row by row, so that luck cancels out."""
     rows = load_jsonl(run.data / "sft_val.jsonl", ("prompt", "completion"))
     encoded = encode_rows(rows, tokenizer, sft.config.context)
+    if len(encoded) < len(rows) or any(completion[-1] != tokenizer.eot for _, completion in encoded):
+        return {}  # some rows did not fit into the context: nothing to compare
     nats = completion_nats(sft, encoded, run.device)[0].cpu().double()
     excess = nats - nats.new_tensor([-math.log(crowd(prompt)[completion]) for prompt, completion in rows])
     return estimate("above_entropy", excess * len(rows) / sum(len(completion) for _, completion in encoded))
@@ -98,7 +102,10 @@ def above_entropy(sft, tokenizer, run, crowd):
 def below_ceiling(reward_model, tokenizer, run, judge):
     """How many more of the validation pairs the judge himself gets right, pair by pair."""
     pairs = load_jsonl(run.data / "pref_val.jsonl", ("prompt", "chosen", "rejected"))
-    chosen, rejected = score_pairs(reward_model, encode_rows(pairs, tokenizer, reward_model.config.context), run.device)
+    encoded = encode_rows(pairs, tokenizer, reward_model.config.context)
+    if len(encoded) < len(pairs):
+        return {}
+    chosen, rejected = score_pairs(reward_model, encoded, run.device)
     gaps = torch.tensor([judge(prompt, chosen) - judge(prompt, rejected) for prompt, chosen, rejected in pairs])
     hits = [(x > 0).double() + 0.5 * (x == 0).double() for x in (gaps, (chosen - rejected).cpu())]
     return estimate("below_ceiling", hits[0] - hits[1])
@@ -148,7 +155,8 @@ def make_report(policy, sft, reward_model, score, prompts, tokenizer, run, ppo, 
 
 
 def last_seconds(path):
-    return json.loads(path.read_text().splitlines()[-1])["seconds"]
+    lines = path.read_text().splitlines()
+    return json.loads(lines[-1])["seconds"] if lines else 0.0
 
 
 def print_report(report):
@@ -157,8 +165,12 @@ def print_report(report):
     def cell(row, name, digits=2):
         if name not in row:
             return f"{'-':>14}"
-        error = f" ±{row[name + '_se']:.{digits}f}" if name + "_se" in row else ""
+        error = f" ±{row[name + '_se']:.{digits}f}" if row.get(name + "_se") is not None else ""
         return f"{row[name]:.{digits}f}{error}".rjust(14)
+
+    def with_error(row, name, digits=4):
+        error = f" ± {row[name + '_se']:.{digits}f}" if row[name + "_se"] is not None else ""
+        return f"{row[name]:.{digits}f}{error}"
 
     names = ["judge"] * ("judge" in sft) + ["score", "kl", "eos_rate", "response_length"]
     print("\n" + " " * 16 + "".join(name.rjust(14 if name != "response_length" else 17) for name in names))
@@ -167,22 +179,20 @@ def print_report(report):
         print(f"{name:<16}" + "".join(cell(row, name, 3 if name == "eos_rate" else 2) for name in names))
     if "judge" in sft:
         print(f"{'best possible':<16}{report['best_judge']:>9.2f}")
-    print(f"\nSFT validation loss {sft['val_loss']:.4f} ± {sft['val_loss_se']:.4f} nats/token")
+    print(f"\nSFT validation loss {with_error(sft, 'val_loss')} nats/token")
     if "above_entropy" in sft:
-        above = f"{sft['above_entropy']:.4f} ± {sft['above_entropy_se']:.4f}"
-        print(f"    {above} above the entropy of the same rows, {sft['entropy_floor']:.4f}")
+        print(f"    {with_error(sft, 'above_entropy')} above the entropy of the same rows, {sft['entropy_floor']:.4f}")
     if rm:
-        print(f"reward model, validation pairs right {rm['val_accuracy']:.4f} ± {rm['val_accuracy_se']:.4f}")
+        print(f"reward model, validation pairs right {with_error(rm, 'val_accuracy')}")
     if "below_ceiling" in rm:
-        below = f"{rm['below_ceiling']:.4f} ± {rm['below_ceiling_se']:.4f}"
-        print(f"    {below} below the judge itself on the same pairs, {rm['label_ceiling']:.4f}")
+        print(f"    {with_error(rm, 'below_ceiling')} below the judge itself on the same pairs, {rm['label_ceiling']:.4f}")
     if "win_rate_vs_sft" in ppo:
-        print(f"PPO wins against SFT {ppo['win_rate_vs_sft']:.3f} ± {ppo['win_rate_vs_sft_se']:.3f} (by the judge, ties half)")
+        print(f"PPO wins against SFT {with_error(ppo, 'win_rate_vs_sft', 3)} (by the judge, ties half)")
     if "optimality" in ppo:
-        print(f"optimality {ppo['optimality']:.3f} ± {ppo['optimality_se']:.3f}: how much of the way PPO has come from SFT")
+        print(f"optimality {with_error(ppo, 'optimality', 3)}: how much of the way PPO has come from SFT")
         print(f"to the largest score - {report['beta']:g} KL that any policy can have")
     print("\nSamples, before and after:")
     for sample in report["samples"]:
-        print(f"  {sample['prompt']}\n    SFT {sample['sft']}")
-        print(f"    PPO {sample['ppo']}   (score {sample['score']:.2f}, KL {sample['kl']:.2f})")
+        print(f"  {printable(sample['prompt'])}\n    SFT {printable(sample['sft'])}")
+        print(f"    PPO {printable(sample['ppo'])}   (score {sample['score']:.2f}, KL {sample['kl']:.2f})")
     print("seconds: " + ", ".join(f"{name} {seconds:.0f}" for name, seconds in report["seconds"].items()))

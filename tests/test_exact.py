@@ -14,6 +14,7 @@ import torch
 from minippo import (
     PPOConfig,
     RewardModel,
+    Trunk,
     evaluate_actions,
     frozen_copy,
     gae,
@@ -303,6 +304,29 @@ def test_the_gradients_of_the_minibatches_add_up_to_that_of_the_batch(minibatche
     seen = [watch(1), watch(minibatches)]
     assert_equal(seen[1], seen[0], 1e-9)
     assert seen[0].norm() > 0.1
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 5, 100])
+def test_a_minibatch_in_pieces_takes_the_same_step_however_the_tokens_are_spread(micro_batch):
+    torch.manual_seed(0)
+    task = Task()
+    batch = task.record()
+    changes = {"vf_coef": 0.5, "entropy_coef": 0.1, "kl_loss_coef": 0.1}
+    whole = task.step(batch, **changes)
+    assert len(set(task.mask.sum(1).tolist())) > 2 and whole.norm() > 1e-3
+    assert_equal(task.step(batch, micro_batch=micro_batch, **changes), whole)
+
+
+def test_recomputing_activations_changes_no_gradient(monkeypatch):
+    task = Task()
+    batch = task.record()
+    plain = task.step(batch, vf_coef=0.5)
+    monkeypatch.setattr(Trunk, "checkpointing", True)
+    calls = []
+    block = task.policy.trunk.blocks[0]
+    block.register_forward_pre_hook(lambda *_: calls.append(1))
+    assert_equal(task.step(batch, vf_coef=0.5), plain)
+    assert len(calls) == 2  # once forward, once more on the way back
 
 
 @pytest.mark.parametrize("junk", [nan, inf, 1e9])

@@ -53,7 +53,7 @@ def run(script, *args, stdin=""):
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         patch.setattr(sys, "argv", [script, *map(str, args)])
-        patch.setattr(sys, "stdin", io.StringIO(stdin))
+        patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), "utf-8"))
         patch.chdir(ROOT)
         try:
             runpy.run_path(script, run_name="__main__")
@@ -273,7 +273,8 @@ def test_fewer_prompts_than_responses_per_iteration_are_enough(chain, data, tmp_
 
 @pytest.mark.parametrize("flags", [
     ["--separate_critic"], ["--kl_coef", "0"], ["--clip_eps", "inf", "--value_clip", "inf", "--max_grad_norm", "inf"],
-    ["--kl_horizon", "100", "--kl_target", "1"], ["--ref_update_every", "1"], ["--temperature", "0.7"],
+    ["--kl_horizon", "100", "--kl_target", "1"], ["--ref_update_every", "1"], ["--temperature", "0.7"], ["--micro_batch", "3"],
+    ["--dtype", "bfloat16"], ["--grad_checkpoint"],
 ], ids=" ".join)  # fmt: skip
 def test_every_option_of_ppo_runs(chain, data, tmp_path, flags):
     assert run("train_ppo.py", "--data", data, "--out", tmp_path, *PPO, "--models", chain, *flags)[0] == 0
@@ -282,6 +283,9 @@ def test_every_option_of_ppo_runs(chain, data, tmp_path, flags):
         assert abs(second["kl"]) < 1e-3
     elif flags[0] == "--kl_horizon":
         assert second["kl_coef"] == pytest.approx(0.1 * (1 - 0.2 * 8 / 100))
+    elif flags[0] in ("--micro_batch", "--grad_checkpoint"):
+        expected = metrics(chain / "ppo.jsonl")[0]
+        assert first == pytest.approx(expected, rel=1e-3, abs=1e-5)
     elif flags[0] == "--separate_critic":
         assert minippo.load_checkpoint(tmp_path / "ppo.pt", ("ppo",))[0].critic is not None
 
@@ -323,6 +327,16 @@ def test_any_function_of_prompts_and_responses_serves_as_reward(chain, data, tmp
 def test_a_reward_that_is_no_function_or_gives_no_numbers_is_refused(chain, data, tmp_path, rewards, reward, says):
     flags = ["--data", data, "--out", tmp_path, "--models", chain, *PPO]
     assert_refused("train_ppo.py", *flags, "--reward", reward, says=["--reward", says])
+
+
+def test_a_small_micro_batch_takes_the_same_steps_in_sft_and_reward_model_training(chain, data, tmp_path):
+    for name, more in (("whole", []), ("pieces", ["--micro_batch", "3"])):
+        assert run("train_sft.py", "--data", data, "--out", tmp_path / name, *SFT, "--dropout", "0", *more)[0] == 0
+        assert run("train_rm.py", "--data", data, "--out", tmp_path / name, *RM, *more)[0] == 0
+    for kind in ("sft", "rm"):
+        whole, pieces = (metrics(tmp_path / name / f"{kind}.jsonl") for name in ("whole", "pieces"))
+        for one, other in zip(whole, pieces, strict=True):
+            assert one == pytest.approx(other, rel=2e-3, abs=1e-3)
 
 
 # Samples of a finished model
@@ -450,7 +464,7 @@ def test_a_reward_model_of_another_vocabulary_is_refused(copy, data):
 
 def test_a_state_of_a_model_of_another_size_is_refused(copy, data):
     flags = [flag if flag != "16" else "8" for flag in SMALL]
-    says = ["sft_state.pt", "--channels 16", "--batch_size 16", "leave --resume out"]
+    says = ["sft_state.pt", "channels = 16", "batch_size = 16", "leave --resume out"]
     assert_refused("train_sft.py", "--data", data, "--out", copy, *flags, "--resume", says=says)
 
 
@@ -538,6 +552,7 @@ def test_ctrl_c_before_anything_was_trained_says_so(monkeypatch, capsys):
     def main():
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     with pytest.raises(SystemExit) as stop:
         minippo.run_script(main)
     assert stop.value.code == 130 and re.search(r"stopped; \w+", capsys.readouterr().err)

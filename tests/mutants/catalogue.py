@@ -372,15 +372,15 @@ MUTANTS = [
     ),
     Mutant(
         "gradients never cleared",
-        [("    optimizer.zero_grad()\n    loss.backward()", "    loss.backward()")],
+        [("            optimizer.zero_grad()\n            loss_of_step", "            loss_of_step")],
         "common",
         "every step repeats all steps before it",
         EXACT + "the_gradients_of_the_minibatches_add_up_to_that_of_the_batch",
     ),
     Mutant(
         "statistics per minibatch, not per token",
-        [("{name: tokens * x for name, x in stats.items()}", "{name: x for name, x in stats.items()}"),
-         ("weights += tokens", "weights += 1")],
+        [("{name: int(mask.sum()) * x for name, x in stats.items()}", "{name: x for name, x in stats.items()}"),
+         ('{"tokens": tokens_of_step, "grad_norm": tokens_of_step * norm}', '{"tokens": 1, "grad_norm": norm}')],
         "mlx-lm #1413, transformers #35203: means of means, over pieces with different numbers of tokens",
         "the log depends on how the batch happened to be cut",
         UNIT + "the_stats_of_an_update_are_means_over_all_tokens_however_they_were_split",
