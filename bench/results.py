@@ -37,7 +37,6 @@ ABLATIONS = {
     "no value function": "--lam 1 --vf_coef 0",
     "lam = 0": "--lam 0",
     "lam = 0.95": "--lam 0.95",
-    "lam = 1": "--lam 1",
     "no advantage whitening": "",
     "KL in the loss": "--kl_coef 0 --kl_loss_coef 0.2",
     "beta = 0": "--kl_coef 0",
@@ -384,6 +383,8 @@ def main():
     if not args.summary:
         run_all()
     results = summarise()
+    log = ROOT / "out" / "run.log"  # what `make run` printed, for the README: make run | tee out/run.log
+    results["make_run"] = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
     (ROOT / "bench" / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     draw(results)
     readme = ROOT / "README.md"
