@@ -817,7 +817,8 @@ def write_file(path, contents):
         os.replace(beside, path)
     except (OSError, RuntimeError) as error:
         beside.unlink(missing_ok=True)
-        raise UserError(f"{path}: cannot be written ({error}); what was there before is still there")
+        reason = error.strerror if isinstance(error, OSError) else "is the disk full?"
+        raise UserError(f"{path}: cannot be written ({reason}); what was there before is still there")
 
 
 def read_file(path, kinds):
