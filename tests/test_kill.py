@@ -39,7 +39,8 @@ def whole(tmp_path_factory):
 def start(stage, folder, data, *more):
     command = [sys.executable, f"train_{stage}.py", "--data", data / "data", "--out", folder, "--device", "cpu"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([*map(str, command), "--save_every", "7", *STAGES[stage], *more], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    flags = [*map(str, command), "--save_every", "7", *STAGES[stage], *more]
+    return subprocess.Popen(flags, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
 
 
 def metrics(path):
