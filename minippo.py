@@ -460,6 +460,16 @@ def first_columns(cache, count):
     return [[x[:, :count] for x in kv] for kv in cache]
 
 
+def draw(logits, top_k=0):
+    """A token for each row from softmax(logits), or with top_k > 0 from its top_k likeliest: (B, V) -> (B,)."""
+    if top_k:
+        kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -inf)
+    cdf = logits.softmax(-1).double().cumsum(-1)
+    u = torch.rand_like(cdf[:, :1]) * cdf[:, -1:]  # one random number a row, where torch.multinomial would draw V
+    return torch.searchsorted(cdf, u, right=True).clamp(max=logits.shape[-1] - 1).squeeze(1)
+
+
 @torch.no_grad()
 def generate(policy, prompts, max_new_tokens, temperature=1.0, top_k=0):
     """Sample one response to each prompt, until end-of-text, max_new_tokens, or the end of the context.
@@ -472,7 +482,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, top_k=0):
     if not all(0 < len(prompt) < policy.config.context for prompt in prompts):
         raise ValueError(f"a prompt must have between 1 and {policy.config.context - 1} tokens (the context less one)")
     prompt_tokens, lengths = pad(prompts, policy.lm_head.weight.device)
-    (B, longest), V = prompt_tokens.shape, policy.config.vocab_size
+    B, longest = prompt_tokens.shape
     T = min(longest + max_new_tokens, policy.config.context)
     tokens = F.pad(prompt_tokens, (0, T - longest))
     mask = torch.zeros_like(tokens[:, 1:], dtype=torch.bool)
@@ -487,9 +497,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, top_k=0):
     hidden = hidden[rows, lengths - 1]  # (B, C): after the last token of each prompt
     for reach in range(longest + 1, longest + max_new_tokens + 1):
         logits = policy.lm_head(hidden) / temperature  # (B, V)
-        allowed = logits.masked_fill(logits < logits.topk(min(top_k, V)).values[:, -1:], -inf) if top_k else logits
-        cdf = allowed.softmax(-1).double().cumsum(-1)  # (B, V); torch.multinomial draws V random numbers a row, this draws one
-        token = torch.searchsorted(cdf, torch.rand_like(cdf[:, :1]) * cdf[:, -1:], right=True).clamp(max=V - 1).squeeze(1)  # (B,)
+        token = draw(logits, top_k)  # (B,)
         row, column = rows[alive], position[alive]
         tokens[row, column] = token[alive]
         mask[row, column - 1] = True

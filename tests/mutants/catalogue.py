@@ -138,7 +138,7 @@ MUTANTS = [
     ),
     Mutant(
         "a token forbidden in sampling only",
-        [("cdf = allowed.softmax(-1)", "cdf = allowed.index_fill(1, torch.zeros_like(rows[:1]), -inf).softmax(-1)")],
+        [("cdf = logits.softmax(-1)", "cdf = logits.index_fill(1, torch.tensor([0]), -inf).softmax(-1)")],
         "trl #235, #736: top-k, min_length and suppressed tokens in generate(), full softmax in scoring",
         "mass moves onto the forbidden token for free: the KL estimate goes negative, then the text falls apart",
         UNIT + "no_token_is_forbidden",
