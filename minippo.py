@@ -691,38 +691,40 @@ def optimizer_step(loss, model, optimizer, max_grad_norm, step):
     return norm
 
 
+def ppo_loss(policy, batch, config):
+    """The loss of some responses, a mean over their tokens, and its stats. batch: as in ppo_update."""
+    columns = int(last_action(batch["mask"]).max()) + 1  # cut to the longest row
+    old = {name: x[:, :columns] for name, x in batch.items() if name != "tokens"}
+    tokens, mask = batch["tokens"][:, : columns + 1], old["mask"]
+    logprobs, values, entropy = evaluate_actions(policy, tokens, mask, config.temperature, entropy_grad=config.entropy_coef > 0)
+    actor, actor_stats = policy_loss(logprobs, old["logprobs"], old["advantages"], mask, config.clip_eps)
+    critic, critic_stats = value_loss(values, old["values"], old["returns"], mask, config.value_clip)
+    # k2 = (log pi - log ref)^2 / 2: averaged over samples of pi its gradient is that of the KL; k1's is 0
+    kl_loss = masked_mean(0.5 * (logprobs - old["ref_logprobs"]) ** 2, mask)
+    entropy = masked_mean(entropy, mask)
+    loss = actor + config.vf_coef * critic - config.entropy_coef * entropy + config.kl_loss_coef * kl_loss
+    return loss, {"loss": loss.item(), **actor_stats, **critic_stats, "entropy": entropy.item()}
+
+
 def ppo_update(policy, optimizer, batch, config, step=0):
     """One PPO update: epochs x minibatches gradient steps on one batch of responses. Returns the mean stats.
 
     batch: tokens (B, T), and (B, T-1) each: mask, logprobs and values (both of when the responses were sampled, so *old* by
     now), ref_logprobs, advantages, returns.
     """
-    sums, ratio_max, bonus = Counter(), 0.0, config.entropy_coef > 0
+    sums, ratio_max = Counter(), 0.0
     for _ in range(config.epochs):
         for rows in torch.randperm(len(batch["tokens"]), device=batch["tokens"].device).tensor_split(config.minibatches):
             optimizer.zero_grad()
             loss_of_step, tokens_of_step = 0.0, int(batch["mask"][rows].sum())
             for piece in rows.split(config.micro_batch or len(rows)):
-                old = {name: x[piece] for name, x in batch.items()}
-                columns = int(last_action(old["mask"]).max()) + 1  # cut the piece to its longest row
-                tokens = old.pop("tokens")[:, : columns + 1]
-                old = {name: x[:, :columns] for name, x in old.items()}
-                mask = old["mask"]
-
-                logprobs, values, entropy = evaluate_actions(policy, tokens, mask, config.temperature, entropy_grad=bonus)
-                actor, actor_stats = policy_loss(logprobs, old["logprobs"], old["advantages"], mask, config.clip_eps)
-                critic, critic_stats = value_loss(values, old["values"], old["returns"], mask, config.value_clip)
-                # k2 = (log pi - log ref)^2 / 2: averaged over samples of pi its gradient is that of the KL; k1's is 0
-                kl_loss = masked_mean(0.5 * (logprobs - old["ref_logprobs"]) ** 2, mask)
-                entropy = masked_mean(entropy, mask)
-                loss = actor + config.vf_coef * critic - config.entropy_coef * entropy + config.kl_loss_coef * kl_loss
-                share = int(mask.sum()) / tokens_of_step  # means over the pieces, so weighted, add up to that over the minibatch
+                loss, stats = ppo_loss(policy, {name: x[piece] for name, x in batch.items()}, config)
+                count = int(batch["mask"][piece].sum())
+                share = count / tokens_of_step  # so weighted, the means over the pieces add up to that over the minibatch
                 (share * loss).backward()
-
                 loss_of_step += share * loss.item()
-                stats = {"loss": loss.item(), **actor_stats, **critic_stats, "entropy": entropy.item()}
                 ratio_max = max(ratio_max, stats.pop("ratio_max"))
-                sums.update({name: int(mask.sum()) * x for name, x in stats.items()})
+                sums.update({name: count * x for name, x in stats.items()})
             norm = optimizer_step(loss_of_step, policy, optimizer, config.max_grad_norm, step)
             sums.update({"tokens": tokens_of_step, "grad_norm": tokens_of_step * norm})
     tokens = sums.pop("tokens")

@@ -379,7 +379,7 @@ MUTANTS = [
     ),
     Mutant(
         "statistics per minibatch, not per token",
-        [("{name: int(mask.sum()) * x for name, x in stats.items()}", "{name: x for name, x in stats.items()}"),
+        [("{name: count * x for name, x in stats.items()}", "{name: x for name, x in stats.items()}"),
          ('{"tokens": tokens_of_step, "grad_norm": tokens_of_step * norm}', '{"tokens": 1, "grad_norm": norm}')],
         "mlx-lm #1413, transformers #35203: means of means, over pieces with different numbers of tokens",
         "the log depends on how the batch happened to be cut",
