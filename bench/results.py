@@ -47,6 +47,7 @@ ABLATIONS = {
     "a quarter of the pairs, beta = 0": "--kl_coef 0",
 }
 HACKED = "a quarter of the pairs, beta = 0"
+NO_PENALTY, OTHER_DATA = RUNS / "no_penalty", RUNS / "other_data"  # one run each, seed 0, at full length
 
 
 def command(script, *flags):
@@ -134,6 +135,13 @@ def run_all():
         make_models(seed)
         command("bench.results", "--record", name, "--seed", str(seed), "--out", str(folder(name, seed)), *flags)
         (folder(name, seed) / "ppo.done").touch()
+    if not (NO_PENALTY / "report.json").exists():
+        command("train_ppo.py", "--kl_coef", "0", "--models", str(folder("models", 0)), "--out", str(NO_PENALTY))
+    if not (OTHER_DATA / "report.json").exists():
+        data = OTHER_DATA / "zoo7"
+        command("data/zoo.py", "--seed", "7", "--out", str(data))
+        for kind in ("sft", "rm", "ppo"):
+            command(f"train_{kind}.py", "--data", str(data), "--out", str(OTHER_DATA))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -214,6 +222,7 @@ def summarise():
     reports = [json.loads((folder("full", seed) / "report.json").read_text()) for seed in seeds]
     machine = f"{os.cpu_count()} CPU cores, {platform.machine()}, torch {torch.__version__}"
     out, logs = {"machine": machine, "seeds": seeds, "reports": reports}, [log_of("full", seed) for seed in seeds]
+    out["no_penalty"], out["other_data"] = (json.loads((x / "report.json").read_text()) for x in (NO_PENALTY, OTHER_DATA))
     for name in ("score", "judge", "kl", "entropy", "explained_variance"):
         curve = [mean_and_error([log[i][name] for log in logs]) for i in range(0, len(logs[0]), 3)]
         out.setdefault("curves", {})[name] = curve
@@ -282,17 +291,23 @@ def tables(results):
     rows += [["the optimum at beta = 0.1", *(cell(best[name]) for name in ("judge", "score", "kl")), "1"]]
     out = {"systems": table(["", "judge", "score", "KL", "optimality"], rows)}
 
+    labels = [str(report["seed"]) for report in reports] + ["0, other data"]
+    reports = [*reports, results["other_data"]]
     share = [(r["ppo"]["judge"] - r["sft"]["judge"]) / (r["best_judge"] - r["sft"]["judge"]) for r in reports]
     rows = [
-        [str(r["seed"]), f"{r['sft']['above_entropy']:.4f} ± {r['sft']['above_entropy_se']:.4f}",
+        [label, f"{r['sft']['above_entropy']:.4f} ± {r['sft']['above_entropy_se']:.4f}",
          f"{r['rm']['below_ceiling']:.4f} ± {r['rm']['below_ceiling_se']:.4f}", f"{part:.2f}",
          *(f"{r['ppo'][name]:.{digits}f} ± {r['ppo'][name + '_se']:.{digits}f}"
            for name, digits in (("win_rate_vs_sft", 3), ("kl", 2), ("eos_rate", 4), ("optimality", 3)))]
-        for r, part in zip(reports, share)
+        for label, r, part in zip(labels, reports, share)
     ]  # fmt: skip
     head = ["seed", "SFT above the entropy, nats/token", "RM below its ceiling", "judge, share of the way to 3", "wins against SFT",
             "KL", "end-of-text", "optimality"]  # fmt: skip
     out["seeds"] = table(head, rows)
+    names = ("judge", "score", "kl", "eos_rate", "response_length")
+    systems = {"SFT model": reports[0]["sft"], "PPO, beta = 0.1": reports[0]["ppo"], "PPO, beta = 0": results["no_penalty"]["ppo"]}
+    rows = [[label, *(f"{x[name]:.2f} ± {x[name + '_se']:.2f}" for name in names)] for label, x in systems.items()]
+    out["no_penalty"] = table(["", "judge", "score", "KL", "end-of-text", "length"], rows)
     names, rows = ("optimality", "judge", "score", "kl"), []
     for name, x in results["ablations"].items():
         rows += [[name, f"`{x['flags']}`" if x["flags"] else "", *(cell(x[key]) for key in names)]]
@@ -306,9 +321,9 @@ def tables(results):
 
 def splice(readme, name, text):
     """Put the text between the markers <!-- name --> and <!-- /name --> of the README."""
-    begin, end = f"<!-- {name} -->\n", f"\n<!-- /{name} -->"
+    begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
     before, rest = readme.split(begin)
-    return before + begin + text + end + rest.split(end, 1)[1]
+    return before + begin + text + "\n" + end + rest.split(end, 1)[1]
 
 
 BLUE, ORANGE, PURPLE, GREY = "#3b82f6", "#f97316", "#a855f7", "#8b949e"  # each legible on white and on black
@@ -332,7 +347,7 @@ def save(drawing, name):
 
 
 def draw(results):
-    drawing, axes = figure(len(results["curves"]), 15, 2.6)
+    drawing, axes = figure(len(results["curves"]), 15, 2.8)
     for axis, (name, points) in zip(axes, results["curves"].items()):
         middle = torch.tensor([point["mean"] for point in points])
         spread = torch.tensor([(point["se"] or 0.0) * math.sqrt(point["seeds"]) for point in points])  # the standard deviation
