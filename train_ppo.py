@@ -2,7 +2,6 @@
 
     python train_ppo.py                    after train_sft.py and train_rm.py, on the same data
     python train_ppo.py --data FOLDER      on prompts_train.jsonl and prompts_val.jsonl of your own: {"prompt"}
-
     python train_ppo.py --reward my:score  with a function of yours in my.py instead of the reward model
 
 Each iteration: sample responses, score them, work out advantages, update. Writes out/ppo.pt and out/report.json.
@@ -93,9 +92,8 @@ def main():
             "response_length": mask.sum(1).float().mean().item(), "eos_rate": ended.float().mean().item(), "lr": lr,
         }  # fmt: skip
         if step % 40 == 0:
-            for i in range(min(2, len(rows))):
-                text = tokenizer.decode(rows[i]) + tokenizer.decode(tokens[i, 1:][mask[i]].tolist())
-                print(f"    {text!r}  score {scores[i]:.2f}  KL {kl[i]:.2f}")
+            for i, texts in enumerate(zip(*texts_of(tokenizer, tokens[:2], mask[:2]))):
+                print(f"    {''.join(texts)!r}  score {scores[i]:.2f}  KL {kl[i]:.2f}")
         kl_coef = progress.values["kl_coef"] = adapt_kl_coef(kl_coef, kl_mean, ppo.kl_target, ppo.batch_size, ppo.kl_horizon)
         if ppo.ref_update_every and (step + 1) % ppo.ref_update_every == 0:
             ref.load_state_dict(policy.state_dict(), strict=False)
@@ -135,12 +133,16 @@ def load_function(name):
         raise UserError(f"--reward {name}: {error}; should be module:function, for instance my:score for score() in my.py")
 
 
-def score_texts(function, tokenizer, mask, tokens, lengths):
-    """The scores (B,) that a function of texts gives to rows (B, T), in place of a reward model."""
+def texts_of(tokenizer, tokens, mask):
+    """Rows (B, T) -> their prompts and their responses as text."""
     begins = mask.int().argmax(1) + 1
     prompts = [tokenizer.decode(row[:begin].tolist()) for row, begin in zip(tokens, begins)]
-    responses = [tokenizer.decode(row[1:][inside].tolist()) for row, inside in zip(tokens, mask)]
-    scores = function(prompts, responses)
+    return prompts, [tokenizer.decode(row[1:][inside].tolist()) for row, inside in zip(tokens, mask)]
+
+
+def score_texts(function, tokenizer, mask, tokens, lengths):
+    """The scores (B,) that a function of texts gives to rows (B, T), in place of a reward model."""
+    scores = function(*texts_of(tokenizer, tokens, mask))
     try:
         scores = torch.tensor([float(score) for score in scores], device=tokens.device)
     except TypeError:

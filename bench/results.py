@@ -106,7 +106,7 @@ def recorded_ppo(name, seed, flags):
     scored, grades = train_ppo.score_responses, []
 
     def score_and_judge(reward_model, tokens, mask, *rest):
-        grades.append(sum(judge(*texts) for texts in prompts_and_responses(tokenizer, tokens, mask)) / len(tokens))
+        grades.append(sum(map(judge, *train_ppo.texts_of(tokenizer, tokens, mask))) / len(tokens))
         (out / "judge.json").write_text(json.dumps(grades))
         return scored(reward_model, tokens, mask, *rest)
 
@@ -115,11 +115,6 @@ def recorded_ppo(name, seed, flags):
         train_ppo.whiten = lambda x, mask: torch.where(mask, x, 0.0)
     sys.argv = ["train_ppo.py", "--models", str(models), "--out", str(out), "--seed", str(seed), *flags]
     run_script(train_ppo.main)
-
-
-def prompts_and_responses(tokenizer, tokens, mask):
-    for row, inside, begin in zip(tokens, mask, (mask.int().argmax(1) + 1).tolist()):
-        yield tokenizer.decode(row[:begin].tolist()), tokenizer.decode(row[1:][inside].tolist())
 
 
 def missing():
