@@ -14,7 +14,8 @@ from pathlib import Path
 import tiktoken
 import torch
 
-from minippo import GPT, GPTConfig, RewardModel, Tokenizer, UserError, inf, load_checkpoint, run_script
+from minippo import GPT, GPTConfig, RewardModel, Tokenizer, UserError, inf, load_checkpoint
+from plumbing import run_script
 
 END = "<|endoftext|>"
 NAMES = {  # ours: theirs, inside a block

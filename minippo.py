@@ -32,23 +32,17 @@ tokens and the end-of-text token, and one column of padding:
     rewards          0      r1     r2     r3     0                 the reward model's score is paid inside r3
 """
 
-import argparse
 import dataclasses
 import gzip
-import itertools
 import json
 import math
 import os
-import signal
-import sys
-import time
 import zlib
 from collections import Counter, defaultdict
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import regex  # comes with tiktoken
 import tiktoken
 import torch
@@ -141,36 +135,37 @@ def load_jsonl(path, keys):
     Blank lines, CRLF line ends and a byte-order mark are fine. Anything else that is not a row raises UserError with
     the file, the line, the key and what was found.
     """
-    wanted = f"one JSON object a line with {', '.join(keys)}"
+    wanted = f"it should hold one JSON object a line with {', '.join(keys)}"
     try:
         data = Path(path).read_bytes()
         lines = (gzip.decompress(data) if str(path).endswith(".gz") else data).split(b"\n")
     except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); it should hold {wanted}")
+        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); {wanted}")
     rows = []
     for number, line in enumerate(lines, 1):
-        where = f"{path}, line {number}"
         try:
             text = line.decode("utf-8-sig").strip()
-            row = json.loads(text) if text else None
+            row = json.loads(text) if text else dict.fromkeys(keys, "")
         except UnicodeDecodeError as error:
-            raise UserError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8")
+            raise UserError(f"{path}, line {number}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8")
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{where}: not JSON ({error}); the file should hold {wanted}")
-        if not text:
-            continue
+            raise UserError(f"{path}, line {number}: not JSON ({error}); {wanted}")
         if not isinstance(row, dict):
-            raise UserError(f"{where}: found {type(row).__name__}; the file should hold {wanted}")
+            raise UserError(f"{path}, line {number}: found {type(row).__name__}; {wanted}")
         for key in keys:
             if key not in row:
                 hint = "; data/hh_rlhf.py cuts whole transcripts into prompt and replies" * (row.keys() >= {"chosen", "rejected"})
-                raise UserError(f"{where}: no key {key!r}; found {', '.join(map(repr, row)) or 'no key at all'}{hint}")
+                hint = hint or "; write the messages of a chat out as one text" * ("messages" in row)
+                found = ", ".join(map(repr, row)) or "no key at all"
+                raise UserError(f"{path}, line {number}: no key {key!r}; found {found}{hint}")
             if not isinstance(row[key], str):
                 hint = "; write the messages of a chat out as one text" * isinstance(row[key], list)
-                raise UserError(f"{where}: the value of {key!r} should be a string, found {json.dumps(row[key])[:40]}{hint}")
-        rows.append(tuple(row[key] for key in keys))
+                found = json.dumps(row[key])[:40]
+                raise UserError(f"{path}, line {number}: the value of {key!r} should be a string, found {found}{hint}")
+        if text:
+            rows.append(tuple(row[key] for key in keys))
     if not rows:
-        raise UserError(f"{path}: no rows; it should hold {wanted}")
+        raise UserError(f"{path}: no rows; {wanted}")
     return rows
 
 
@@ -183,20 +178,15 @@ def pad(sequences, device="cpu"):
     return tokens.to(device), lengths.to(device)
 
 
-def pad_by_length(sequences, size, device="cpu"):
-    """The same in pieces of at most `size` rows of similar length: a list of (row numbers, tokens, lengths).
+def by_length(function, sequences, size, device="cpu"):
+    """function(row numbers, tokens, lengths) -> (rows, ...), called on pieces of `size` sequences; results in their order.
 
-    Rows of one length need no padding, so that work on the pieces in turn is much cheaper than on all at once.
+    The pieces hold rows of similar length, which need little padding: much cheaper than all rows at once.
     """
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
     pieces = [order[i : i + size] for i in range(0, len(order), size)]
-    return [(rows, *pad([sequences[i] for i in rows], device)) for rows in pieces]
-
-
-def in_order(pieces, results):
-    """One tensor of results, (rows, ...), for each of such pieces -> all results in the order of the sequences."""
-    numbers = torch.tensor([number for rows, _, _ in pieces for number in rows])
-    return torch.cat(results)[numbers.argsort()]
+    results = [function(rows, *pad([sequences[i] for i in rows], device)) for rows in pieces]
+    return torch.cat(results)[torch.tensor(order).argsort()]
 
 
 def response_mask(prompt_lengths, lengths, columns):
@@ -554,6 +544,7 @@ class PPOConfig:
     max_grad_norm: float = option(1.0, "longer gradients are scaled down to this norm", 0)
     epochs: int = option(1, "passes over each batch of responses", 1)
     minibatches: int = option(4, "gradient steps per pass", 1)
+    rollout_batch: int = option(0, "responses sampled and scored at once; 0: all of them", 0)
     micro_batch: int = option(0, "responses in memory at once in a gradient step; 0: all of its minibatch", 0)
     kl_coef: float = option(0.1, "beta, the price of one nat of KL to the reference, paid in the reward", 0, 1e6)
     kl_target: float = option(6.0, "KL in nats that the adaptive beta steers to; needs a finite kl_horizon", 1e-6)
@@ -732,87 +723,7 @@ def ppo_update(policy, optimizer, batch, config, step=0):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# 7. Plumbing: flags, files, checkpoints, the log. No ideas below this line.
-
-
-@dataclass
-class RunConfig:
-    data: str = option("data/zoo", "folder with the JSON-lines files (data/README.md says which)")
-    out: str = option("out", "folder for checkpoints and metrics")
-    device: str = option("auto", "auto, cpu or cuda")
-    dtype: str = option("float32", "float32, or bfloat16 for the matrix products inside the blocks; weights stay float32")
-    grad_checkpoint: bool = option(False, "less memory for a third more time: recompute activations in the backward pass")
-    seed: int = option(0, "seed of everything random: same seed, same result", 0, 2**31)
-    resume: bool = option(False, "go on where an interrupted run stopped")
-    save_every: int = option(100, "steps between two saves of the state that --resume needs", 1)
-
-    def __post_init__(self):
-        self.data, self.out = Path(self.data), Path(self.out)
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise UserError(f"--device {self.device}: should be auto, cpu or cuda")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise UserError("--device cuda: this PyTorch sees no CUDA GPU; use --device cpu")
-        if self.dtype not in ("float32", "bfloat16"):
-            raise UserError(f"--dtype {self.dtype}: should be float32 or bfloat16")
-        if self.device == "auto":
-            self.device = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def prepare(run):
-    """Seed everything, and tell the trunks how to compute."""
-    torch.manual_seed(run.seed)
-    Trunk.autocast = torch.bfloat16 if run.dtype == "bfloat16" else None
-    Trunk.checkpointing = run.grad_checkpoint
-
-
-def read_flags(doc, *settings, positional=""):
-    """Settings with their defaults -> the same with what the command line says: each field is a flag, `--name value`.
-
-    With `positional`, the name of what stands on the command line beside the flags, a list of that comes last.
-    """
-
-    def fail(message):
-        raise UserError(f"{message} (-h explains the flags)")
-
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.error = fail
-    fields = [(group, field) for group in settings for field in dataclasses.fields(group) if field.metadata]
-    for group, field in fields:
-        default = getattr(group, field.name)
-        kind = {"action": "store_true"} if field.type is bool else {"type": field.type, "metavar": field.type.__name__}
-        parser.add_argument(f"--{field.name}", default=default, help=f"{field.metadata['help']} ({default})", **kind)
-    if positional:
-        parser.add_argument("positional", metavar=positional, nargs="+")
-    values = vars(parser.parse_intermixed_args())
-    for _, field in fields:
-        value, low, high = values[field.name], field.metadata["low"], field.metadata["high"]
-        if field.type in (int, float) and not low <= value <= high:
-            fail(f"--{field.name} {value}: should be between {low:g} and {high:g}")
-    read = [dataclasses.replace(g, **{f.name: values[f.name] for owner, f in fields if owner is g}) for g in settings]
-    return read + [values["positional"]] if positional else read
-
-
-def run_script(main):
-    """Call main(). What the user can put right ends in one line and status 2, Ctrl-C in one line and status 130."""
-    for stream in (sys.stdin, sys.stdout):
-        stream.reconfigure(errors="replace")  # what cannot be shown or read becomes a question mark instead of ending the run
-    try:
-        return main()
-    except UserError as error:
-        status, message = 2, error
-    except OSError as error:
-        status, message = 2, f"{error.filename or 'output'}: {error.strerror}"
-    except (RuntimeError, MemoryError) as error:
-        if "memory" not in str(error).lower() and not isinstance(error, MemoryError):
-            raise
-        status, message = 2, f"not enough memory ({str(error).splitlines()[0][:100]}); try a smaller batch, or --micro_batch"
-    except KeyboardInterrupt as stop:
-        status, message = 130, f"stopped; {str(stop) or 'files written before are whole'}"
-    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
-    sys.exit(status)
-
-
-MADE_BY = {"sft": "train_sft.py", "rm": "train_rm.py", "ppo": "train_ppo.py"}
+# 7. Checkpoints
 
 
 def write_file(path, contents):
@@ -827,21 +738,22 @@ def write_file(path, contents):
         os.replace(beside, path)
     except (OSError, RuntimeError) as error:
         beside.unlink(missing_ok=True)
-        reason = error.strerror if isinstance(error, OSError) else "is the disk full?"
+        reason = getattr(error, "strerror", "is the disk full?")
         raise UserError(f"{path}: cannot be written ({reason}); what was there before is still there")
 
 
 def read_file(path, kinds):
     """What write_file wrote, as a dict on the CPU; UserError unless it is whole and its "kind" is one of `kinds`."""
+    hint = f"train_{kinds[0]}.py makes it"
     if not Path(path).is_file():
-        raise UserError(f"{path}: not found; {MADE_BY.get(kinds[0], 'an earlier run')} makes it")
+        raise UserError(f"{path}: not found; {hint}")
     try:
-        contents = torch.load(path, map_location="cpu", weights_only=True)
+        contents = torch.load(path, map_location="cpu", weights_only=True)  # a pickle that would run code is refused
         kind = contents["kind"]
     except Exception as error:  # torch.load raises many kinds of error at a damaged file
         raise UserError(f"{path}: damaged, or no checkpoint ({type(error).__name__}); make it again")
     if kind not in kinds:
-        raise UserError(f"{path}: holds {kind!r}, not {' or '.join(kinds)!r}; {MADE_BY.get(kinds[0], 'an earlier run')} makes that")
+        raise UserError(f"{path}: holds {kind!r}, not {' or '.join(kinds)!r}; {hint}")
     return contents
 
 
@@ -862,195 +774,3 @@ def load_checkpoint(path, kinds, device="cpu"):
         return model.to(device).eval(), tokenizer, contents["facts"]
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise UserError(f"{path}: damaged, or made by another version ({type(error).__name__}); make it again")
-
-
-def random_state():
-    """The states of PyTorch's generators, on which everything random in a training loop depends."""
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
-
-
-def set_random_state(states):
-    torch.set_rng_state(states[0])
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states[1:])
-
-
-def clock(seconds):
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
-
-
-class Progress:
-    """How far a training run has come: its log, its clock, and the state from which --resume goes on.
-
-    configs: the settings that must be the same when it goes on. parts: whatever has a state_dict() (model, optimizer).
-    `values` holds the numbers that must survive an interruption.
-    """
-
-    def __init__(self, kind, run, configs, steps, **parts):
-        self.state_path, log_path = run.out / f"{kind}_state.pt", run.out / f"{kind}.jsonl"
-        self.run, self.steps, self.parts, self.values = run, steps, parts, {"step": 0, "seconds": 0.0}
-        self.settings = {"data": str(run.data), "seed": run.seed, "dtype": run.dtype, "steps": steps}
-        for config in configs:
-            self.settings |= {name: x for name, x in dataclasses.asdict(config).items() if name not in ("models", "no_report")}
-        if run.resume and not self.state_path.exists():
-            print(f"--resume: {self.state_path} is not there, so this run starts at the beginning")
-        elif run.resume:
-            state = read_file(self.state_path, ("state",))
-            was = state.get("settings", {})
-            differ = [f"{name} = {was.get(name)}" for name, value in self.settings.items() if was.get(name) != value]
-            if differ:
-                raise UserError(f"{self.state_path} was saved with {', '.join(differ)}; repeat that, or leave --resume out")
-            for name, part in parts.items():
-                part.load_state_dict(state[name])
-            set_random_state(state["random"])
-            self.values = state["values"]
-        else:
-            self.state_path.unlink(missing_ok=True)  # of an earlier run: a later --resume must not mistake it for this one's
-        run.out.mkdir(parents=True, exist_ok=True)
-        logged = log_path.read_text().splitlines(True) if self.values["step"] else []
-        log_path.write_text("".join(logged[: self.values["step"]]))  # one line a step; those after the last save are made again
-        self.log, self.asked = open(log_path, "a"), []
-        if self.values["step"] < steps:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, self.ask)
-        self.began = self.shown = time.perf_counter() - self.values["seconds"]
-
-    def ask(self, number, frame):
-        """At the first Ctrl-C or SIGTERM the loop ends its step and saves; a second one kills."""
-        self.asked.append(number)
-        signal.signal(number, signal.SIG_DFL)
-
-    def end_step(self, tokens, show, **metrics):
-        """Log the metrics of a step, print those named in `show` every few seconds; save now and then, or when asked."""
-        seconds = time.perf_counter() - self.began
-        speed = tokens / (seconds - self.values["seconds"])
-        step = self.values["step"] = self.values["step"] + 1
-        self.values["seconds"] = seconds
-        record = {"step": step, **metrics, "tokens_per_second": round(speed), "seconds": round(seconds, 2)}
-        self.log.write(json.dumps(record) + "\n")
-        self.log.flush()
-        if time.perf_counter() - self.shown > 4 or step == self.steps:
-            self.shown = time.perf_counter()
-            numbers = "  ".join(f"{name} {metrics[name]:.3g}" for name in show if name in metrics)
-            times = f"{clock(seconds)}, {clock(seconds / step * (self.steps - step))} left"
-            print(f"step {step:>4}/{self.steps}  {numbers}  {speed:,.0f} tokens/s  {times}", flush=True)
-        if self.asked or step % self.run.save_every == 0 or step == self.steps:
-            parts = {name: part.state_dict() for name, part in self.parts.items()}
-            state = {"kind": "state", "settings": self.settings, "values": self.values, "random": random_state()}
-            write_file(self.state_path, state | parts)
-        if self.asked:
-            raise KeyboardInterrupt(f"step {step} is saved, --resume goes on from there")
-        if step == self.steps:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on, Ctrl-C has nothing to save
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def adamw(model, lr, weight_decay=0.0):
-    return torch.optim.AdamW(model.parameters(), lr, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True)
-
-
-def set_lr(optimizer, lr, step, steps, warmup):
-    """Linear warm-up to lr, then a straight line down to 0 after the last step; returns what it set."""
-    now = lr * min((step + 1) / (warmup + 1), (steps - step) / max(1, steps - warmup))
-    for group in optimizer.param_groups:
-        group["lr"] = now
-    return now
-
-
-def batches(rows, batch_size, seed):
-    """Yield lists of row numbers for ever: in each pass over the data every row once, in random order."""
-    for epoch in itertools.count():
-        order = np.random.default_rng([seed, epoch]).permutation(rows)
-        for batch in np.array_split(order, math.ceil(rows / batch_size)):  # sizes differ by one at most
-            yield batch.tolist()
-
-
-KEYS = {"sft": ("prompt", "completion"), "pref": ("prompt", "chosen", "rejected"), "prompts": ("prompt",)}
-
-
-def read_rows(data, task, split):
-    """The rows of a data folder for "sft", "pref" or "prompts", and "train" or "val", as tuples of strings; says what it read.
-
-    What a folder lacks comes from what it has: without a val file, the train rows of one prompt in twenty, chosen by a
-    hash, are held out; without sft files the chosen responses serve, without prompts files the prompts of the pairs.
-    """
-
-    def find(name):
-        return next((path for path in (data / f"{name}.jsonl", data / f"{name}.jsonl.gz") if path.exists()), None)
-
-    if not find(f"{task}_{split}") and not find(f"{task}_train") and find("pref_train"):
-        rows = [pair[: len(KEYS[task])] for pair in read_rows(data, "pref", split)]  # (prompt, chosen) or (prompt,)
-        print(f"no {task}_train.jsonl: {'chosen responses' if task == 'sft' else 'prompts of the pairs'} serve instead")
-        return rows if task == "sft" else list(dict.fromkeys(rows))
-    path, note = find(f"{task}_{split}"), ""
-    if path and (split == "val" or find(f"{task}_val")):
-        rows = load_jsonl(path, KEYS[task])
-    else:
-        path = find(f"{task}_train") or data / f"{task}_train.jsonl"
-        rows = load_jsonl(path, KEYS[task])
-        rows = [row for row in rows if (zlib.crc32(row[0].encode(errors="replace")) % 20 == 0) == (split == "val")]
-        note = f" for {split}; there is no {task}_val.jsonl, so one prompt in twenty is held out"
-        if not rows:
-            raise UserError(f"{path}: too few prompts to hold any out; write a {task}_val.jsonl")
-    print(f"read {path}: {len(rows):,} rows{note}")
-    return rows
-
-
-def encode_rows(rows, tokenizer, context):
-    """Rows of a prompt and completions -> the same as lists of ids; says how many were skipped or cut.
-
-    Prompt and completions are encoded apart, so that no token crosses the border; a completion gets its end token. A
-    prompt that leaves no room in the context skips the row; a completion that does not fit is cut (and has no end).
-    """
-    encoded, cut = [], 0
-    for prompt, *completions in rows:
-        prompt = tokenizer.encode(prompt)
-        if not 0 < len(prompt) < context:
-            continue
-        completions = [tokenizer.encode(completion) + [tokenizer.eot] for completion in completions]
-        room = context - len(prompt)
-        cut += any(len(ids) > room for ids in completions)
-        encoded.append((prompt, *[ids[:room] for ids in completions]))
-    if len(encoded) < len(rows):
-        print(f"    {len(rows) - len(encoded):,} skipped: the prompt is empty or leaves no room in the context of {context} tokens")
-    if cut:
-        print(f"    {cut:,} cut at the end of the context of {context} tokens")
-    if not encoded:
-        raise UserError(f"no prompt leaves room in the context of {context} tokens; train with a larger --context")
-    return encoded
-
-
-def printable(text):
-    """The text with its control characters spelled out: what a model writes must not steer the terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
-
-
-@dataclass
-class SampleConfig:
-    n: int = option(1, "responses to each prompt", 1)
-    temperature: float = option(1.0, "divides the logits; below 1 keeps to the likelier words", 0.01)
-    top_k: int = option(0, "choose among this many likeliest tokens only; 0: among all; 1: always the likeliest", 0)
-    max_new_tokens: int = option(64, "longest response, in tokens", 1)
-    seed: int = option(0, "seed of the samples", 0, 2**31)
-
-
-def main():
-    """Print samples of a trained model: python minippo.py out/ppo.pt "What does a bee eat?" ["Another prompt" ...]
-
-    Without a prompt, one is read from each line of the standard input.
-    """
-    config, (path, *texts) = read_flags(main.__doc__, SampleConfig(), positional="CHECKPOINT PROMPT")
-    policy, tokenizer, _ = load_checkpoint(path, ("ppo", "sft"))
-    torch.manual_seed(config.seed)
-    for text in texts or filter(None, (line.rstrip("\r\n") for line in sys.stdin)):
-        prompt = tokenizer.encode(text)
-        if not 0 < len(prompt) < policy.config.context:
-            raise UserError(f"the prompt {text[:40]!r} has {len(prompt)} tokens, should have 1 to {policy.config.context - 1}")
-        tokens, mask, _ = generate(policy, [prompt] * config.n, config.max_new_tokens, config.temperature, config.top_k)
-        print(printable(text))
-        for ids, response in zip(tokens[:, 1:], mask):
-            print(" ", printable(tokenizer.decode(ids[response].tolist()).strip()), flush=True)
-
-
-if __name__ == "__main__":
-    run_script(main)

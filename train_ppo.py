@@ -18,10 +18,9 @@ from pathlib import Path
 import torch
 
 from bench.report import make_report, print_report
-from minippo import PPOConfig, RunConfig, UserError, Progress
-from minippo import adamw, adapt_kl_coef, batches, encode_rows, evaluate_actions, explained_variance, frozen_copy, gae, generate
-from minippo import kl_adjusted_rewards, kl_per_response, load_checkpoint, ppo_update, prepare
-from minippo import read_flags, read_rows, run_script, save_checkpoint, score_responses, set_lr, whiten
+from minippo import PPOConfig, UserError, adapt_kl_coef, evaluate_actions, explained_variance, frozen_copy, gae, generate
+from minippo import kl_adjusted_rewards, kl_per_response, load_checkpoint, ppo_update, save_checkpoint, score_responses, whiten
+from plumbing import Progress, RunConfig, adamw, batches, encode_rows, join_rows, prepare, read_flags, read_rows, run_script, set_lr
 
 
 def main():
@@ -42,7 +41,8 @@ def main():
         for split in ("train", "val")
     )
 
-    ref, sft = frozen_copy(policy), frozen_copy(policy)  # --ref_update_every moves ref; the report compares with sft
+    ref = frozen_copy(policy)
+    sft = frozen_copy(policy) if ppo.ref_update_every else ref  # the report compares with the SFT model itself
     if ppo.separate_critic:
         policy = policy.with_critic(reward_model)
     policy.eval()  # no dropout, ever: it would make the policy differ from itself
@@ -59,16 +59,9 @@ def main():
     stream = itertools.islice(stream, progress.values["step"] * ppo.batch_size, None)
     for step in range(progress.values["step"], ppo.steps):
         lr = set_lr(optimizer, ppo.lr, step, ppo.steps, ppo.warmup)
-
-        # 1. Sample a response to each prompt, with the policy as it is now.
         rows = [prompts[i] for i in itertools.islice(stream, ppo.batch_size)]
-        tokens, mask, sampled_logprobs = generate(policy, rows, ppo.max_new_tokens, ppo.temperature)
-
-        # 2. Score whole responses with the reward model, and every token with policy, value function and reference.
-        scores, ended = score(tokens, mask)
-        with torch.no_grad():
-            logprobs, values, _ = evaluate_actions(policy, tokens, mask, ppo.temperature)
-            ref_logprobs, _, _ = evaluate_actions(ref, tokens, mask, ppo.temperature)
+        # 1. and 2. Sample a response to each prompt; score it and each of its tokens.
+        tokens, mask, sampled_logprobs, scores, ended, logprobs, values, ref_logprobs = rollout(policy, ref, score, rows, ppo)
         if step == 0:
             check_start(logprobs, sampled_logprobs, ref_logprobs, 1e-3 if run.dtype == "float32" else 0.2)
 
@@ -107,6 +100,25 @@ def main():
     report = make_report(*models, score, val_prompts, tokenizer, run, ppo, facts)
     (run.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     print_report(report)
+
+
+@torch.no_grad()
+def rollout(policy, ref, score, prompts, ppo):
+    """Responses to P prompts, lists of ids, and all that there is to know of them before the update:
+
+    tokens (P, T), mask, log-probabilities as sampled (P, T-1) each, scores, whether ended (P,) each, and log-probabilities,
+    values and log-probabilities under the reference (P, T-1) each.
+    """
+    parts, size = [], ppo.rollout_batch or len(prompts)
+    for i in range(0, len(prompts), size):
+        # 1. Sample with the policy as it is now.
+        tokens, mask, sampled_logprobs = generate(policy, prompts[i : i + size], ppo.max_new_tokens, ppo.temperature)
+        # 2. Score whole responses with the reward model, and every token with policy, value function and reference.
+        scores, ended = score(tokens, mask)
+        logprobs, values, _ = evaluate_actions(policy, tokens, mask, ppo.temperature)
+        ref_logprobs, _, _ = evaluate_actions(ref, tokens, mask, ppo.temperature)
+        parts.append((tokens, mask, sampled_logprobs, scores, ended, logprobs, values, ref_logprobs))
+    return join_rows(parts)
 
 
 def check_start(logprobs, sampled_logprobs, ref_logprobs, tolerance):

@@ -9,9 +9,9 @@ scores are then shifted and scaled to mean 0 and standard deviation 1 on the SFT
 
 import torch
 
-from minippo import PPOConfig, RewardModel, RunConfig
-from minippo import encode_rows, generate, in_order, last_action, load_checkpoint, pad_by_length, prepare
-from minippo import read_flags, read_rows, reward_model_loss, run_script, save_checkpoint
+from minippo import PPOConfig, RewardModel, by_length, generate, last_action, load_checkpoint, reward_model_loss
+from minippo import save_checkpoint
+from plumbing import RunConfig, encode_rows, prepare, read_flags, read_rows, run_script
 from train_sft import FitConfig, fit
 
 
@@ -19,8 +19,8 @@ def score_pairs(model, rows, device):
     """Rows of (prompt, chosen, rejected) as ids -> raw scores (B,) of the chosen and (B,) of the rejected."""
     chosen = [prompt + answer for prompt, answer, _ in rows]
     rejected = [prompt + answer for prompt, _, answer in rows]
-    pieces = pad_by_length(chosen + rejected, 32, device)
-    return in_order(pieces, [model.raw_scores(tokens, lengths) for _, tokens, lengths in pieces]).chunk(2)
+    scores = by_length(lambda _, tokens, lengths: model.raw_scores(tokens, lengths), chosen + rejected, 32, device)
+    return scores.chunk(2)
 
 
 def main():

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from minippo import GPT, GPTConfig, Progress, RunConfig, Tokenizer, UserError
-from minippo import adamw, batches, encode_rows, evaluate_actions, in_order, optimizer_step, option
-from minippo import pad_by_length, prepare, read_flags, read_rows, response_mask, run_script, save_checkpoint, set_lr
+from minippo import GPT, GPTConfig, Tokenizer, UserError, by_length, evaluate_actions, optimizer_step, option
+from minippo import response_mask, save_checkpoint
+from plumbing import Progress, RunConfig, adamw, batches, encode_rows, prepare, read_flags, read_rows, run_script, set_lr
 
 
 @dataclass
@@ -80,14 +80,14 @@ def fit(kind, run, config, model, rows, loss_of, weight_of, validate, save):
 
 def completion_nats(model, rows, device):
     """Rows of (prompt, completion) as ids -> -log probability of each completion, in nats, and its tokens: (B,) each."""
-    pieces, nats, counts = pad_by_length([prompt + completion for prompt, completion in rows], 32, device), [], []
-    for numbers, tokens, lengths in pieces:
+
+    def measure(numbers, tokens, lengths):
         prompt_lengths = lengths.new_tensor([len(rows[i][0]) for i in numbers])
         mask = response_mask(prompt_lengths, lengths, tokens.shape[1])
         logprobs, _, _ = evaluate_actions(model, tokens, mask, entropy_grad=False)
-        nats.append(-logprobs.sum(1))
-        counts.append(mask.sum(1))
-    return in_order(pieces, nats), in_order(pieces, counts)
+        return torch.stack([-logprobs.sum(1), mask.sum(1)], 1)
+
+    return by_length(measure, [prompt + completion for prompt, completion in rows], 32, device).unbind(1)
 
 
 def main():

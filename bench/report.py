@@ -14,13 +14,14 @@ from pathlib import Path
 
 import torch
 
-from minippo import encode_rows, evaluate_actions, generate, load_jsonl, printable
+from minippo import evaluate_actions, generate, load_jsonl
+from plumbing import encode_rows, printable
 from train_rm import score_pairs
 from train_sft import completion_nats
 
 PROMPTS = 1024  # validation prompts used at most
 FEW, MANY = 128, 192  # for best of n and the optimum: so many of the prompts, so many responses of the SFT model to each
-CHUNK = 512  # responses sampled at a time
+CHUNK = 512  # responses sampled at a time, unless --rollout_batch says otherwise
 
 
 def optimal_objective(scores, kl_coef):
@@ -46,9 +47,9 @@ def best_of_n(scores, values, n):
 def respond(policy, ref, score, prompts, n, tokenizer, ppo, judge=None):
     """n responses to each of P prompts -> dict of tensors (P, n), "judge" among them if there is one; and the texts."""
     rows = [prompt for prompt in prompts for _ in range(n)]
-    parts, texts = [], []
-    for start in range(0, len(rows), CHUNK):
-        tokens, mask, logprobs = generate(policy, rows[start : start + CHUNK], ppo.max_new_tokens, ppo.temperature)
+    parts, texts, size = [], [], ppo.rollout_batch or CHUNK
+    for start in range(0, len(rows), size):
+        tokens, mask, logprobs = generate(policy, rows[start : start + size], ppo.max_new_tokens, ppo.temperature)
         kl = torch.zeros(len(tokens), device=tokens.device)
         if policy is not ref:
             with torch.no_grad():

@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 from bench.report import best_of_n, optimal_objective, respond
-from minippo import load_checkpoint, load_jsonl, run_script, save_checkpoint, score_responses
+from minippo import load_checkpoint, load_jsonl, save_checkpoint, score_responses
+from plumbing import run_script
 
 ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "out" / "results"
@@ -311,6 +312,27 @@ def tables(results):
     for x in results["hacked"]:
         rows += [[f"{x['prompt']} **{x['response'].strip()}**", *(f"{x[key]:.2f}" for key in names)]]
     out["hacked"] = table(["prompt and response", *names], rows)
+
+    names, rows = {"reviews": "film reviews", "dialogues": "dialogues"}, []
+    for name, x in results["real"].items():
+        sft, rm, ppo = (x["report"][part] for part in ("sft", "rm", "ppo"))
+        figures = [(100 * rm["val_accuracy"], 100 * rm["val_accuracy_se"], 1)]
+        parts = ((sft, "score"), (ppo, "score"), (ppo, "kl"), (ppo, "eos_rate"))
+        figures += [(part[key], part[f"{key}_se"], 2) for part, key in parts]
+        cells = [f"{mean:.{digits}f} ± {error:.{digits}f}" for mean, error, digits in figures]
+        rows += [[names[name], *cells, f"{sum(x['seconds'].values()) / 60:.1f}"]]
+    head = ["data", "validation pairs right, %", "score, SFT", "score, PPO", "KL", "end-of-text", "minutes"]
+    out["real"] = table(head, rows)
+    rows = []
+    for x in results["real"]["reviews"]["report"]["samples"]:
+        rows += [[f"{x['prompt']} **{x[kind].strip()}**" for kind in ("sft", "ppo")] + [f"{x[key]:.2f}" for key in ("score", "kl")]]
+    out["reviews"] = table(["SFT model", "PPO", "score", "KL"], rows)
+
+    columns = ("parameters", "four_models", "activations", "logits", "total", "total_checkpointed")
+    rows = [[x["model"], f"{x['parameters'] / 1e6:,.0f} M", *(f"{x[name] / 1e9:.1f}" for name in columns[1:])]
+            for x in results["memory"]["rows"]]  # fmt: skip
+    head = ["", "parameters", "the four models", "activations", "logits", "in all", "in all, `--grad_checkpoint`"]
+    out["memory"] = table(head, rows)
     return out
 
 
@@ -390,10 +412,11 @@ def main():
         return recorded_ppo(args.record, args.seed, flags)
     if not args.summary:
         run_all()
-    results = summarise()
+    path = ROOT / "bench" / "results.json"
+    elsewhere = {name: x for name, x in json.loads(path.read_text()).items() if name in ("real", "memory", "speed")}  # by others
+    results = summarise() | elsewhere
     log = ROOT / "out" / "run.log"  # what `make run` printed, for the README: make run | tee out/run.log
     results["make_run"] = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-    path = ROOT / "bench" / "results.json"
     path.write_text(json.dumps(results, indent=1) + "\n")
     results = json.loads(path.read_text())  # as the test of the README reads it
     draw(results)

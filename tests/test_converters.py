@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from data import hh_rlhf, rt_polarity
-from minippo import KEYS, load_jsonl
+from minippo import load_jsonl
+from plumbing import KEYS
 
 ROOT = Path(hh_rlhf.__file__).parents[1]
 TALK = "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: What is 1 + 1?\n\nAssistant:"

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 import minippo
+import plumbing
 from minippo import (
     GPT,
     GPTConfig,
@@ -29,8 +30,7 @@ from minippo import (
     Tokenizer,
     UserError,
     adapt_kl_coef,
-    batches,
-    encode_rows,
+    by_length,
     evaluate_actions,
     explained_variance,
     frozen_copy,
@@ -46,7 +46,6 @@ from minippo import (
     pad,
     policy_loss,
     ppo_update,
-    read_rows,
     response_mask,
     reward_model_loss,
     save_checkpoint,
@@ -162,6 +161,12 @@ def test_odd_but_harmless_json_lines_are_read(tmp_path, content):
     assert load_jsonl(tmp_path / "rows.jsonl", ("prompt", "completion")) == [("a", "b")]
 
 
+def test_a_value_given_twice_is_the_last_and_half_a_surrogate_pair_can_be_encoded(tmp_path):
+    (tmp_path / "rows.jsonl").write_bytes(b'{"prompt": "a", "prompt": "b\\ud800"}')
+    (row,) = load_jsonl(tmp_path / "rows.jsonl", ["prompt"])
+    assert row == ("b\ud800",) and Tokenizer.train(row, 300).encode(*row)[0] == ord("b")
+
+
 def test_rows_keep_their_order_and_values_their_spaces_and_line_ends(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": " a\\n"}\n{"prompt": ""}\n{"prompt": "\u2028é"}', encoding="utf-8")
     assert load_jsonl(tmp_path / "rows.jsonl", ["prompt"]) == [(" a\n",), ("",), ("\u2028é",)]
@@ -183,6 +188,27 @@ def test_rows_keep_their_order_and_values_their_spaces_and_line_ends(tmp_path):
     (b'{"prompt": 7, "completion": "b"}', ["line 1", "'prompt'", "string", "7"]),
     (b'{"prompt": "a", "completion": null}', ["line 1", "'completion'", "string", "null"]),
     (b'{"prompt": "a", "completion": ["b"]}', ["line 1", "'completion'", '["b"]']),
+    (b"[{}]", ["line 1", "list", "object"]),
+    (b"[\n" + GOOD_ROW.encode() + b"\n]", ["line 1", "not JSON", "one JSON object a line"]),
+    (b"7", ["line 1", "int", "object"]),
+    (b"true", ["line 1", "bool", "object"]),
+    (b"NaN", ["line 1", "float", "object"]),
+    (b"prompt: a", ["line 1", "not JSON"]),
+    (b"{'prompt': 'a', 'completion': 'b'}", ["line 1", "not JSON"]),
+    (b'{"prompt": "a", "completion": "b",}', ["line 1", "not JSON"]),
+    (b"// rows\n" + GOOD_ROW.encode(), ["line 1", "not JSON"]),
+    (b'{"prompt": "a\tb", "completion": "c"}', ["line 1", "not JSON"]),
+    (GOOD_ROW.encode() + b"\n\x00\x00", ["line 2", "not JSON"]),
+    (b'{"Prompt": "a", "completion": "b"}', ["line 1", "no key 'prompt'", "'Prompt'"]),
+    (b'{"text": "a"}', ["line 1", "no key 'prompt'", "'text'"]),
+    (b'{"messages": [{"role": "user", "content": "a"}]}', ["line 1", "no key 'prompt'", "'messages'", "as one text"]),
+    (b'{"prompt": true, "completion": "b"}', ["line 1", "'prompt'", "string", "true"]),
+    (b'{"prompt": {"text": "a"}, "completion": "b"}', ["line 1", "'prompt'", "string", '{"text": "a"}']),
+    (b'{"prompt": "a", "completion": NaN}', ["line 1", "'completion'", "string", "NaN"]),
+    (b'{"prompt": "a", "completion": ' + b"[" * 50 + b"]" * 50 + b"}", ["line 1", "'completion'", "[[["]),
+    ("{\"prompt\": \"é\"}".encode("latin-1"), ["line 1", "not UTF-8"]),
+    (GOOD_ROW.replace("b", "é").encode()[:-3], ["line 1", "not UTF-8"]),
+    (gzip.compress(GOOD_ROW.encode()), ["line 1", "not UTF-8"]),
     (GOOD_ROW.encode() + b'\n{"prompt": "\xff"}', ["line 2", "not UTF-8"]),
     (GOOD_ROW.encode("utf-16"), ["line 1", "not UTF-8"]),
 ], ids=str)  # fmt: skip
@@ -202,18 +228,39 @@ def test_a_missing_file_and_a_folder_are_refused_by_name(tmp_path):
         assert str(path) in str(error.value) and "prompt" in str(error.value)
 
 
+@pytest.mark.parametrize("content", [b"", b"not gzip", gzip.compress(b'{"prompt": "a"}' * 99)[:-9], gzip.compress(b"x" * 99)[:30]])
+def test_a_damaged_gzip_file_is_refused_by_name(tmp_path, content):
+    (tmp_path / "rows.jsonl.gz").write_bytes(content)
+    with pytest.raises(UserError, match="rows.jsonl.gz"):
+        load_jsonl(tmp_path / "rows.jsonl.gz", ("prompt",))
+
+
+@pytest.mark.parametrize("row, hint", [
+    ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "c"}, "hh_rlhf.py"),
+    ({"prompt": [{"role": "user", "content": "a"}], "chosen": "b", "rejected": "c"}, "messages of a chat"),
+])  # fmt: skip
+def test_transcripts_and_chats_are_refused_with_a_hint(tmp_path, row, hint):
+    (tmp_path / "pref_train.jsonl").write_text(json.dumps(row))
+    with pytest.raises(UserError, match=hint):
+        load_jsonl(tmp_path / "pref_train.jsonl", ("prompt", "chosen", "rejected"))
+
+
 def test_padding_is_on_the_right_and_every_row_starts_at_column_0():
     tokens, lengths = pad([[7, 8], [5, 6, 9, 4], [3]])
     assert lengths.tolist() == [2, 4, 1] and tokens.shape == (3, 4)
     assert [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)] == [[7, 8], [5, 6, 9, 4], [3]]
 
 
-def test_padding_in_pieces_keeps_every_row_and_puts_rows_of_similar_length_together():
-    rows = [[1] * n for n in (5, 1, 4, 1, 5, 9, 2)]
-    pieces = minippo.pad_by_length(rows, 3)
-    assert [tokens.shape for _, tokens, _ in pieces] == [(3, 2), (3, 5), (1, 9)]
-    read = {i: row[:n].tolist() for numbers, *piece in pieces for i, row, n in zip(numbers, *piece, strict=True)}
-    assert read == dict(enumerate(rows))
+def test_work_by_length_sees_every_row_once_beside_rows_of_similar_length_and_keeps_the_order():
+    rows, shapes = [[i] * n for i, n in enumerate((5, 1, 4, 1, 5, 9, 2))], []
+
+    def count(numbers, tokens, lengths):
+        shapes.append(tokens.shape)
+        assert [row[:n].tolist() for row, n in zip(tokens, lengths, strict=True)] == [rows[i] for i in numbers]
+        return lengths
+
+    assert by_length(count, rows, 3).tolist() == [5, 1, 4, 1, 5, 9, 2]
+    assert shapes == [(3, 2), (3, 5), (1, 9)]
 
 
 def test_the_mask_marks_the_actions_from_the_first_response_token_to_the_end_token():
@@ -890,7 +937,7 @@ def test_an_infinite_max_grad_norm_leaves_the_gradient_alone():
 def test_a_learning_rate_of_0_leaves_the_weights_alone():
     policy = tiny_gpt()
     before = weights(policy)
-    ppo_update(policy, minippo.adamw(policy, 0.0), rollout(policy), settings(epochs=2, minibatches=3))
+    ppo_update(policy, plumbing.adamw(policy, 0.0), rollout(policy), settings(epochs=2, minibatches=3))
     assert torch.equal(weights(policy), before)
 
 
@@ -1087,7 +1134,7 @@ def train(beta, steps=40, lr=0.01, separate_critic=False, **changes):
     if separate_critic:
         policy = policy.with_critic(RewardModel(policy))
     prompts = [[0], [1], [2, 0]]
-    optimizer = minippo.adamw(policy, lr)
+    optimizer = plumbing.adamw(policy, lr)
     config = PPOConfig(batch_size=96, epochs=4, minibatches=2, **changes)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
@@ -1128,111 +1175,7 @@ def test_with_a_large_beta_the_policy_stays_at_the_reference():
     assert kl < 0.05
 
 
-# 7. Plumbing: rows, batches, checkpoints
-
-
-@pytest.mark.parametrize("rows, batch_size", [(1, 64), (5, 64), (64, 64), (65, 64), (130, 4)])
-def test_every_row_comes_once_per_pass_also_when_there_are_fewer_than_a_batch(rows, batch_size):
-    count = math.ceil(rows / batch_size)
-    stream = batches(rows, batch_size, seed=3)
-    passes = [list(itertools.islice(stream, count)) for _ in range(3)]
-    for one in passes:
-        assert sorted(itertools.chain.from_iterable(one)) == list(range(rows))
-        assert all(0 < len(numbers) <= batch_size for numbers in one)
-    assert list(itertools.islice(batches(rows, batch_size, seed=3), 3 * count)) == sum(passes, [])
-    if rows >= 5:
-        assert passes[0] != passes[1] and list(itertools.islice(batches(rows, batch_size, seed=4), count)) != passes[0]
-
-
-def test_prompt_and_completion_are_encoded_apart_and_the_completion_gets_its_end_token():
-    tokenizer = Tokenizer.train(["ab ab ab"], 300)
-    assert tokenizer.encode("ab") == [256]  # together they would be one token
-    assert encode_rows([("a", "b", "ab")], tokenizer, 10) == [([97], [98, tokenizer.eot], [256, tokenizer.eot])]
-
-
-def test_rows_that_do_not_fit_are_skipped_or_cut_and_counted(capsys):
-    tokenizer = Tokenizer.train([], 257)
-    rows = [("", "b"), ("abcd", "e"), ("abcde", "f"), ("abc", ""), ("abc", "d"), ("abc", "de"), ("abc", "d", "de")]
-    encoded = encode_rows(rows, tokenizer, 5)
-    a, b, c, d, e = map(ord, "abcde")
-    skipped, cut = capsys.readouterr().out.splitlines()
-    assert "2 skipped" in skipped and "3 cut" in cut  # no prompt, and one that fills the context; then "e", "de" and again "de"
-    assert encoded[0] == ([a, b, c, d], [e])
-    assert encoded[1:3] == [([a, b, c], [tokenizer.eot]), ([a, b, c], [d, tokenizer.eot])]
-    assert encoded[3:] == [([a, b, c], [d, e]), ([a, b, c], [d, tokenizer.eot], [d, e])]
-    with pytest.raises(UserError, match="--context"):
-        encode_rows([("abcde", "f")], tokenizer, 5)
-
-
-def write_rows(folder, **files):
-    """write_rows(folder, pref_train=[("a", "b", "c"), ...]) writes pref_train.jsonl."""
-    for name, rows in files.items():
-        keys = minippo.KEYS[name.split("_")[0]]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(dict(zip(keys, row, strict=True))) + "\n" for row in rows))
-
-
-def test_a_data_folder_is_read_file_by_file(tmp_path, capsys):
-    pairs = {"pref_train": [("e", "f", "g")], "pref_val": [("i", "j", "k")]}
-    write_rows(tmp_path, sft_train=[("a", "b")], sft_val=[("c", "d")], prompts_val=[("h",)], **pairs)
-    assert read_rows(tmp_path, "sft", "train") == [("a", "b")] and read_rows(tmp_path, "sft", "val") == [("c", "d")]
-    assert read_rows(tmp_path, "pref", "train") == [("e", "f", "g")] and read_rows(tmp_path, "pref", "val") == [("i", "j", "k")]
-    assert read_rows(tmp_path, "prompts", "train") == [("e",)] and read_rows(tmp_path, "prompts", "val") == [("h",)]
-    assert "sft_train.jsonl: 1 rows\n" in capsys.readouterr().out
-
-
-def test_a_file_may_be_gzipped(tmp_path):
-    write_rows(tmp_path, sft_train=[("a", "b")], sft_val=[("c", "d")])
-    for name in ("sft_train", "sft_val"):
-        plain = tmp_path / f"{name}.jsonl"
-        (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
-        plain.unlink()
-    assert read_rows(tmp_path, "sft", "train") == [("a", "b")] and read_rows(tmp_path, "sft", "val") == [("c", "d")]
-
-
-@pytest.mark.parametrize("content", [b"", b"not gzip", gzip.compress(b'{"prompt": "a"}' * 99)[:-9], gzip.compress(b"x" * 99)[:30]])
-def test_a_damaged_gzip_file_is_refused_by_name(tmp_path, content):
-    (tmp_path / "rows.jsonl.gz").write_bytes(content)
-    with pytest.raises(UserError, match="rows.jsonl.gz"):
-        load_jsonl(tmp_path / "rows.jsonl.gz", ("prompt",))
-
-
-def test_without_a_val_file_a_twentieth_of_the_prompts_is_held_out_always_the_same_and_never_trained_on(tmp_path, capsys):
-    write_rows(tmp_path, sft_train=[(f"prompt {i % 500}", f"{i}") for i in range(1000)])
-    train, val = read_rows(tmp_path, "sft", "train"), read_rows(tmp_path, "sft", "val")
-    assert "one prompt in twenty is held out" in capsys.readouterr().out
-    assert len(train) + len(val) == 1000 and 20 <= len(val) <= 90
-    assert not {prompt for prompt, _ in train} & {prompt for prompt, _ in val}
-    write_rows(tmp_path, sft_train=[(f"prompt {i % 500}", f"{i}") for i in reversed(range(1000))])
-    assert sorted(read_rows(tmp_path, "sft", "val")) == sorted(val)
-
-
-def test_pairs_alone_are_enough(tmp_path, capsys):
-    pairs = [(f"prompt {i % 200}", f"good {i}", f"bad {i}") for i in range(400)]
-    write_rows(tmp_path, pref_train=pairs)
-    sft, prompts = read_rows(tmp_path, "sft", "train"), read_rows(tmp_path, "prompts", "train")
-    said = capsys.readouterr().out
-    assert "chosen responses serve" in said and "prompts of the pairs serve" in said
-    train = read_rows(tmp_path, "pref", "train")
-    assert sft == [(prompt, chosen) for prompt, chosen, _ in train]
-    assert len(prompts) == len(set(prompts)) == len({prompt for prompt, *_ in train})
-    val = read_rows(tmp_path, "prompts", "val")
-    assert val and not set(val) & set(prompts)
-
-
-def test_too_few_prompts_to_hold_any_out_are_refused(tmp_path):
-    write_rows(tmp_path, sft_train=[("a", "b")])
-    with pytest.raises(UserError, match="sft_val.jsonl"):
-        read_rows(tmp_path, "sft", "val")
-
-
-@pytest.mark.parametrize("row, hint", [
-    ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "c"}, "hh_rlhf.py"),
-    ({"prompt": [{"role": "user", "content": "a"}], "chosen": "b", "rejected": "c"}, "messages of a chat"),
-])  # fmt: skip
-def test_transcripts_and_chats_are_refused_with_a_hint(tmp_path, row, hint):
-    (tmp_path / "pref_train.jsonl").write_text(json.dumps(row))
-    with pytest.raises(UserError, match=hint):
-        load_jsonl(tmp_path / "pref_train.jsonl", ("prompt", "chosen", "rejected"))
+# 7. Checkpoints
 
 
 @pytest.mark.parametrize("kind", ["sft", "ppo", "critic", "rm"])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import real
 from bench.results import splice, tables
 
 ROOT = Path(__file__).parents[1]
@@ -24,7 +25,7 @@ def numbers_in(x):
     return [float(x)] if isinstance(x, (int, float)) else []
 
 
-TABLES = ["systems", "seeds", "ablations", "no_penalty", "hacked"]
+TABLES = ["systems", "seeds", "ablations", "no_penalty", "hacked", "real", "reviews", "memory"]
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -37,6 +38,17 @@ def test_every_line_that_the_readme_shows_was_printed():
     printed = {line.strip() for line in RESULTS["make_run"]}
     shown = [line.strip() for line in block.splitlines() if line.strip() not in ("", "...")]
     assert len(shown) > 40 and [line for line in shown if line not in printed] == []
+
+
+def test_the_settings_shown_for_other_data_are_those_that_were_measured():
+    for name, folder in (("reviews", "data/rt"), ("dialogues", "data/hh")):
+        for script, flags in real.SETTINGS[name].items():
+            assert f"    python {script} --data {folder} --out out/{name} {flags}\n" in README
+
+
+def test_memory_is_what_was_predicted_within_a_fifth():
+    predicted, measured = RESULTS["memory"]["rows"][0]["total"], RESULTS["memory"]["measured"]
+    assert 0.8 < measured / predicted < 1.2
 
 
 def test_every_measured_number_in_the_text_about_the_results_is_among_the_results():

@@ -24,9 +24,13 @@ import pytest
 import torch
 
 import minippo
+import plumbing
+import sample
+import train_ppo
 import train_rm
 import train_sft
 from data import zoo
+from tiny import EOT, tiny_gpt, tiny_reward_model
 
 ROOT = Path(minippo.__file__).parent
 CPU = ["--device", "cpu"]  # where the same seed gives the same bits
@@ -274,7 +278,7 @@ def test_fewer_prompts_than_responses_per_iteration_are_enough(chain, data, tmp_
 @pytest.mark.parametrize("flags", [
     ["--separate_critic"], ["--kl_coef", "0"], ["--clip_eps", "inf", "--value_clip", "inf", "--max_grad_norm", "inf"],
     ["--kl_horizon", "100", "--kl_target", "1"], ["--ref_update_every", "1"], ["--temperature", "0.7"], ["--micro_batch", "3"],
-    ["--dtype", "bfloat16"], ["--grad_checkpoint"],
+    ["--dtype", "bfloat16"], ["--grad_checkpoint"], ["--rollout_batch", "3"],
 ], ids=" ".join)  # fmt: skip
 def test_every_option_of_ppo_runs(chain, data, tmp_path, flags):
     assert run("train_ppo.py", "--data", data, "--out", tmp_path, *PPO, "--models", chain, *flags)[0] == 0
@@ -288,6 +292,27 @@ def test_every_option_of_ppo_runs(chain, data, tmp_path, flags):
         assert first == pytest.approx(expected, rel=1e-3, abs=1e-5)
     elif flags[0] == "--separate_critic":
         assert minippo.load_checkpoint(tmp_path / "ppo.pt", ("ppo",))[0].critic is not None
+
+
+def test_rollouts_in_pieces_are_those_of_the_whole_batch(monkeypatch):
+    policy, ref, scorer = tiny_gpt(), tiny_gpt(), tiny_reward_model()
+    prompts = [[1, 2, 3], [4], [5, 6], [7, 8], [9]]
+    tokens, mask, logprobs = minippo.generate(policy, prompts, 6)
+    sampled = {tuple(prompt): [x[i : i + 1] for x in (tokens, mask, logprobs)] for i, prompt in enumerate(prompts)}
+
+    def replay(policy, rows, *settings):
+        parts = [torch.cat(x) for x in zip(*(sampled[tuple(row)] for row in rows), strict=True)]
+        columns = int(minippo.last_action(parts[1]).max()) + 2  # as many as these rows need
+        return parts[0][:, :columns], parts[1][:, : columns - 1], parts[2][:, : columns - 1]
+
+    def score(tokens, mask):
+        return minippo.score_responses(scorer, tokens, mask, EOT)
+
+    monkeypatch.setattr(train_ppo, "generate", replay)
+    whole, pieces = (train_ppo.rollout(policy, ref, score, prompts, minippo.PPOConfig(rollout_batch=n)) for n in (0, 2))
+    for a, b in zip(whole, pieces, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    assert [len(x) for x in pieces] == [5] * 8 and pieces[1].any(1).all()
 
 
 REWARDS = """
@@ -343,27 +368,27 @@ def test_a_small_micro_batch_takes_the_same_steps_in_sft_and_reward_model_traini
 
 
 def test_the_sampler_prints_samples_to_prompts_on_the_command_line(chain):
-    done = shell("minippo.py", chain / "ppo.pt", QUESTION, "Where do bees live?", "--max_new_tokens", 5, "--n", 2)
+    done = shell("sample.py", chain / "ppo.pt", QUESTION, "Where do bees live?", "--max_new_tokens", 5, "--n", 2)
     assert done.returncode == 0 and done.stderr == ""
     assert done.stdout.startswith(QUESTION + "\n") and "\nWhere do bees live?\n" in done.stdout
-    assert run("minippo.py", chain / "ppo.pt", QUESTION, "Where do bees live?", "--max_new_tokens", 5, "--n", 2)[1] == done.stdout
+    assert run("sample.py", chain / "ppo.pt", QUESTION, "Where do bees live?", "--max_new_tokens", 5, "--n", 2)[1] == done.stdout
 
 
 def test_the_sampler_reads_prompts_from_the_standard_input_and_takes_an_sft_checkpoint_too(chain):
-    status, printed, error = run("minippo.py", chain / "sft.pt", "--top_k", 1, stdin=f"{QUESTION}\nWhere do bees live?\n")
+    status, printed, error = run("sample.py", chain / "sft.pt", "--top_k", 1, stdin=f"{QUESTION}\nWhere do bees live?\n")
     assert status == 0 and error == "" and printed.startswith(QUESTION + "\n") and "\nWhere do bees live?\n" in printed
-    assert run("minippo.py", chain / "sft.pt", QUESTION, "Where do bees live?", "--top_k", 1, "--seed", 5)[1] == printed
+    assert run("sample.py", chain / "sft.pt", QUESTION, "Where do bees live?", "--top_k", 1, "--seed", 5)[1] == printed
 
 
 def test_flags_may_stand_between_the_checkpoint_and_the_prompts(chain):
     last, between = ([chain / "sft.pt", QUESTION, "--n", 2], [chain / "sft.pt", "--n", 2, QUESTION])
-    assert run("minippo.py", *between) == run("minippo.py", *last)
+    assert run("sample.py", *between) == run("sample.py", *last)
 
 
 @pytest.mark.parametrize("script, settings", [
-    ("train_sft.py", (minippo.RunConfig, minippo.GPTConfig, train_sft.FitConfig)),
-    ("train_rm.py", (minippo.RunConfig, train_sft.FitConfig)),
-    ("train_ppo.py", (minippo.RunConfig, minippo.PPOConfig)), ("minippo.py", (minippo.SampleConfig,)),
+    ("train_sft.py", (plumbing.RunConfig, minippo.GPTConfig, train_sft.FitConfig)),
+    ("train_rm.py", (plumbing.RunConfig, train_sft.FitConfig)),
+    ("train_ppo.py", (plumbing.RunConfig, minippo.PPOConfig)), ("sample.py", (sample.SampleConfig,)),
 ])  # fmt: skip
 def test_help_explains_every_flag(script, settings):
     status, printed, _ = run(script, "-h")
@@ -406,11 +431,11 @@ def test_a_mistake_ends_a_script_with_status_2_and_one_line():
     ("train_ppo.py", ["--temperature", "0"], ["--temperature", "between 0.01 and"]),
     ("train_ppo.py", ["--gamma", "1.1"], ["--gamma", "between 0 and 1"]),
     ("train_ppo.py", ["--batch_size", "2"], ["minibatches", "batch_size"]),
-    ("minippo.py", [], ["CHECKPOINT"]),
-    ("minippo.py", ["x.pt", "--top_k", "-1"], ["--top_k", "between 0 and"]),
+    ("sample.py", [], ["CHECKPOINT"]),
+    ("sample.py", ["x.pt", "--top_k", "-1"], ["--top_k", "between 0 and"]),
 ], ids=lambda x: " ".join(x) if isinstance(x, list) else None)  # fmt: skip
 def test_a_wrong_flag_is_refused(tmp_path, script, args, says):
-    assert_refused(script, *args, *(["--out", tmp_path] if script != "minippo.py" else []), says=says)
+    assert_refused(script, *args, *(["--out", tmp_path] if script != "sample.py" else []), says=says)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -437,7 +462,7 @@ def test_what_is_missing_is_named_together_with_the_script_that_makes_it(chain, 
 
 
 def test_the_sampler_names_the_script_that_makes_a_missing_checkpoint(tmp_path):
-    assert_refused("minippo.py", tmp_path / "ppo.pt", QUESTION, says=["ppo.pt", "not found", "train_ppo.py"])
+    assert_refused("sample.py", tmp_path / "ppo.pt", QUESTION, says=["ppo.pt", "not found", "train_ppo.py"])
 
 
 @pytest.mark.parametrize("name", ["sft.pt", "rm.pt"])
@@ -497,7 +522,7 @@ def test_prompts_that_are_all_too_long_are_refused(chain, data, tmp_path, script
 
 @pytest.mark.parametrize("prompt", ["", "Why? " * 100])
 def test_the_sampler_refuses_a_prompt_that_is_empty_or_too_long(chain, prompt):
-    assert_refused("minippo.py", chain / "ppo.pt", prompt, says=["prompt", "1 to 31"])
+    assert_refused("sample.py", chain / "ppo.pt", prompt, says=["prompt", "1 to 31"])
 
 
 def test_an_output_folder_that_is_a_file_is_refused(data, tmp_path):
@@ -554,5 +579,5 @@ def test_ctrl_c_before_anything_was_trained_says_so(monkeypatch, capsys):
 
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
     with pytest.raises(SystemExit) as stop:
-        minippo.run_script(main)
+        plumbing.run_script(main)
     assert stop.value.code == 130 and re.search(r"stopped; \w+", capsys.readouterr().err)

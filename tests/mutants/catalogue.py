@@ -17,6 +17,7 @@ class Mutant:
     file: str = "minippo.py"
 
 
+PLUMBING = "test_plumbing.py::test_"
 UNIT, EXACT, SCRIPTS = "test_minippo.py::test_", "test_exact.py::test_", "test_scripts.py::test_"
 
 MUTANTS = [
@@ -40,7 +41,8 @@ MUTANTS = [
         [("tokenizer.encode(completion) + [tokenizer.eot]", "tokenizer.encode(completion)")],
         "trl #1623: SFT data whose completions lack the end token",
         "the SFT model never stops, and PPO samples nothing but cut-off text",
-        UNIT + "prompt_and_completion_are_encoded_apart_and_the_completion_gets_its_end_token",
+        PLUMBING + "prompt_and_completion_are_encoded_apart_and_the_completion_gets_its_end_token",
+        "plumbing.py",
     ),
     Mutant(
         "prompt inside the mask",
@@ -61,14 +63,16 @@ MUTANTS = [
         [("if not 0 < len(prompt) < context:", "if not prompt:")],
         "common",
         "an index error in the middle of a run, or a row without any response token",
-        UNIT + "rows_that_do_not_fit_are_skipped_or_cut_and_counted",
+        PLUMBING + "rows_that_do_not_fit_are_skipped_or_cut_and_counted",
+        "plumbing.py",
     ),
     Mutant(
         "last rows of an epoch dropped",
         [("math.ceil(rows / batch_size)", "max(1, rows // batch_size - 1)")],
         "drop_last=True in a data loader; with fewer rows than a batch it yields nothing, and `while True` never ends",
         "batches larger than asked for, or a loop that never takes a step",
-        UNIT + "every_row_comes_once_per_pass_also_when_there_are_fewer_than_a_batch",
+        PLUMBING + "every_row_comes_once_per_pass_also_when_there_are_fewer_than_a_batch",
+        "plumbing.py",
     ),
     # The networks
     Mutant(
