@@ -2,7 +2,7 @@
 
     python -m bench.memory              prints the table of the README
     python -m bench.memory --measure    also runs three PPO iterations of a GPT-2 small with random weights on the CPU, through
-                                        the three scripts, and writes both into bench/results.json (needs transformers)
+                                        the scripts, and writes both into bench/results.json (needs transformers)
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from minippo import GPT, GPTConfig, Tokenizer, save_checkpoint
+from minippo import GPT, GPTConfig, RewardModel, Tokenizer, load_checkpoint, save_checkpoint
 
 ROOT = Path(__file__).parents[1]
 SHAPES = {"GPT-2": (12, 12, 768), "GPT-2 medium": (24, 16, 1024), "GPT-2 large": (36, 20, 1280), "GPT-2 XL": (48, 25, 1600)}
@@ -84,6 +84,16 @@ def write_folder(folder):
         (folder / f"pref_{split}.jsonl").write_text("\n".join(lines))
 
 
+def write_reward_model(folder):
+    sft, tokenizer, _ = load_checkpoint(folder / "sft.pt", ["sft"])
+    save_checkpoint(folder / "rm.pt", "rm", RewardModel(sft), tokenizer)
+
+
+def run_python(code):
+    """Not in this process, which is to stay small."""
+    subprocess.run([sys.executable, "-c", f"from bench.memory import *; {code}"], cwd=ROOT, check=True)
+
+
 def peak_of(script, *flags):
     """Run a script; the largest resident memory of its process, in bytes."""
     process = subprocess.Popen([sys.executable, script, *map(str, flags)], cwd=ROOT)
@@ -93,14 +103,13 @@ def peak_of(script, *flags):
 
 
 def measure():
-    """Three PPO iterations of four responses on the CPU, by the three scripts -> peak memory of the third, in bytes."""
+    """Three PPO iterations of four responses on the CPU, by the scripts -> peak memory of the third, in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        write = f"from bench.memory import *; write_folder(Path({str(folder)!r}))"  # not here: this process is to stay small
-        subprocess.run([sys.executable, "-c", write], cwd=ROOT, check=True)
+        run_python(f"write_folder(Path({str(folder)!r}))")
         common = ["--data", folder, "--out", folder / "out", "--device", "cpu"]
         peak_of("train_sft.py", *common, "--init", folder / "gpt2", "--batch_size", ROWS, "--lr", 1e-6)
-        peak_of("train_rm.py", *common, "--batch_size", 2, "--epochs", 1, "--micro_batch", 2, "--lr", 1e-6)
+        run_python(f"write_reward_model(Path({str(folder / 'out')!r}))")  # train_rm.py samples 2,048 answers first: too long here
         ppo = ["--steps", 3, "--batch_size", ROWS, "--minibatches", 1, "--max_new_tokens", NEW, "--lr", 1e-6, "--no_report"]
         return peak_of("train_ppo.py", *common, *ppo)
 
