@@ -258,8 +258,9 @@ class Block(nn.Module):
         self.norm2, self.mlp = nn.LayerNorm(C), nn.Sequential(nn.Linear(C, 4 * C), nn.GELU("tanh"), nn.Linear(4 * C, C))
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, **decoding):
+    def forward(self, x, read=None, **decoding):
         x = x + self.dropout(self.attention(self.norm1(x), **decoding))
+        x = x if read is None else x[read]  # attention was the last to need the other positions: spare them the MLP
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
@@ -289,8 +290,11 @@ class Trunk(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
-    def forward(self, tokens, cache=None, positions=None):
-        """With a cache, `positions` (B, T) says at which column each token stands; without, 0, 1, 2, ..."""
+    def forward(self, tokens, read=None, cache=None, positions=None):
+        """With `read` (B, T), the hidden states (N, C) where it is true, row after row; the others are not worked out.
+
+        With a cache, `positions` (B, T) says at which column each token stands; without, 0, 1, 2, ...
+        """
         visible = None
         if cache is None:
             positions, cache = torch.arange(tokens.shape[1], device=tokens.device), [None] * len(self.blocks)
@@ -300,10 +304,11 @@ class Trunk(nn.Module):
         x = self.dropout(self.tokens(tokens) + self.positions(positions))  # (B, T, C)
         with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
             for block, kept in zip(self.blocks, cache):
+                wanted = read if block is self.blocks[-1] else None
                 if self.checkpointing and torch.is_grad_enabled():
-                    x = checkpoint(block, x, use_reentrant=False)
+                    x = checkpoint(block, x, wanted, use_reentrant=False)
                 else:
-                    x = block(x, cache=kept, positions=positions, visible=visible)
+                    x = block(x, wanted, cache=kept, positions=positions, visible=visible)
         return self.norm(x)
 
     def new_cache(self, rows, columns):
@@ -327,10 +332,10 @@ class GPT(nn.Module):
         nn.init.zeros_(self.value_head.weight)  # values start at 0: no opinion, rather than a random one
         nn.init.zeros_(self.value_head.bias)
 
-    def hidden(self, tokens):
-        """tokens (B, T) -> what the vocabulary head reads and what the value head reads, (B, T, C) each."""
-        hidden = self.trunk(tokens)
-        return hidden, hidden if self.critic is None else self.critic(tokens)
+    def hidden(self, tokens, read=None):
+        """tokens (B, T) -> what the vocabulary head reads and what the value head reads, (B, T, C) or (N, C) each."""
+        hidden = self.trunk(tokens, read)
+        return hidden, hidden if self.critic is None else self.critic(tokens, read)
 
     def forward(self, tokens):
         """tokens (B, T) -> logits (B, T, V) and values (B, T); both at t belong to the choice of token t + 1."""
@@ -370,9 +375,8 @@ class RewardModel(nn.Module):
 
     def raw_scores(self, tokens, lengths):
         """tokens (B, T), lengths (B,) -> (B,), read at the last token of each row, the only one that has seen it all."""
-        rows = torch.arange(len(tokens), device=tokens.device)
-        last = self.trunk(tokens)[rows, lengths - 1]  # (B, C)
-        return self.score_head(last).squeeze(-1)
+        last = torch.arange(tokens.shape[1], device=tokens.device) == lengths[:, None] - 1  # (B, T), once true in each row
+        return self.score_head(self.trunk(tokens, last)).squeeze(-1)
 
     def forward(self, tokens, lengths):
         """The same, normalised: 0 for an average answer of the SFT model, 1 for one standard deviation above it."""
@@ -397,7 +401,8 @@ def frozen_copy(model):
 
 def gather_logprobs(logits, targets, temperature=1.0):
     """log softmax(logits / temperature) at the targets: (..., V), (...) -> (...), any leading shape, no shift inside."""
-    flat = logits.reshape(-1, logits.shape[-1]) / temperature
+    flat = logits.reshape(-1, logits.shape[-1])
+    flat = flat if temperature == 1 else flat / temperature  # a copy of all V logits, so only if it changes them
     # cross_entropy is -log softmax at the target, without ever holding the log-softmax of all V tokens
     return -torch.nn.functional.cross_entropy(flat, targets.flatten(), reduction="none").view(targets.shape)
 
@@ -419,16 +424,18 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0, entropy_grad=True):
 
     tokens (B, T), mask (B, T-1) -> logprobs, values, entropy, (B, T-1) each and 0 outside the mask. `logprobs` and
     `entropy` (both in nats) are those of softmax(logits / temperature), the distribution that `generate` samples from.
-    entropy_grad=False saves the memory of a gradient through the entropy, several times N x V numbers.
+    entropy_grad=False saves the memory of a gradient through the entropy, several times N x V numbers; None leaves it at 0.
     """
     states, actions = tokens[:, :-1], tokens[:, 1:]
-    hidden, value_hidden = policy.hidden(states)  # (B, T-1, C)
-    # Vocabulary logits for response tokens only: V is far wider than C, and prompts and padding need none.
-    logits = policy.lm_head(hidden[mask]) / temperature  # (N, V)
+    # Hidden states and vocabulary logits for response tokens only: V is far wider than C, and prompts and padding need none.
+    hidden, value_hidden = policy.hidden(states, mask)  # (N, C)
+    logits = policy.lm_head(hidden / temperature)  # (N, V)
     logprobs = gather_logprobs(logits, actions[mask])  # (N,)
-    values = policy.value_head(value_hidden[mask]).squeeze(-1)  # (N,)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_grad):
-        entropy = torch.logsumexp(logits, -1) - (logits.softmax(-1) * logits).sum(-1)  # (N,): H = log Z - E[logit]
+    values = policy.value_head(value_hidden).squeeze(-1)  # (N,)
+    entropy = torch.zeros_like(values)
+    if entropy_grad is not None:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_grad):
+            entropy = torch.logsumexp(logits, -1) - (logits.softmax(-1) * logits).sum(-1)  # (N,): H = log Z - E[logit]
     blank = logits.new_zeros(mask.shape)
     return [blank.masked_scatter(mask, x) for x in (logprobs, values, entropy)]
 
@@ -450,22 +457,24 @@ def first_columns(cache, count):
     return [[x[:, :count] for x in kv] for kv in cache]
 
 
-def draw(logits, top_k=0):
-    """A token for each row from softmax(logits), or with top_k > 0 from its top_k likeliest: (B, V) -> (B,)."""
+def draw(logits, u, top_k=0):
+    """A token for each row from softmax(logits), or with top_k > 0 from its top_k likeliest: (B, V) -> (B,).
+
+    u (B,): numbers from 0 to 1. The token is the one in whose share of the probability u falls (inverse transform sampling).
+    """
     if top_k:
         kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < kth, -inf)
-    cdf = logits.softmax(-1).double().cumsum(-1)
-    u = torch.rand_like(cdf[:, :1]) * cdf[:, -1:]  # one random number a row, where torch.multinomial would draw V
-    return torch.searchsorted(cdf, u, right=True).clamp(max=logits.shape[-1] - 1).squeeze(1)
+    cdf = logits.softmax(-1).cumsum(-1, dtype=torch.float64)
+    return torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True).clamp(max=logits.shape[-1] - 1).squeeze(1)
 
 
 @torch.no_grad()
 def generate(policy, prompts, max_new_tokens, temperature=1.0, top_k=0):
     """Sample one response to each prompt, until end-of-text, max_new_tokens, or the end of the context.
 
-    prompts: B non-empty lists of ids, each shorter than the context (else ValueError). Returns tokens (B, T),
-    mask (B, T-1), and the log-probability of each sampled token, (B, T-1), in nats, 0 outside the mask.
+    prompts: B non-empty lists of ids, each shorter than the context (else ValueError). Returns tokens (B, T), and (B, T-1) each:
+    mask, the log-probability of each sampled token in nats and the value before it, 0 outside the mask.
     top_k > 0 samples among so many likeliest tokens only. That is for reading what a finished model writes: PPO needs
     samples of the full distribution, which is the one that it scores.
     """
@@ -474,36 +483,47 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, top_k=0):
     prompt_tokens, lengths = pad(prompts, policy.lm_head.weight.device)
     B, longest = prompt_tokens.shape
     T = min(longest + max_new_tokens, policy.config.context)
-    tokens = F.pad(prompt_tokens, (0, T - longest))
-    mask = torch.zeros_like(tokens[:, 1:], dtype=torch.bool)
-    logprobs = torch.zeros_like(mask, dtype=policy.lm_head.weight.dtype)
+    u = torch.rand(max_new_tokens, B, device=lengths.device)
+    sampled = torch.full_like(u, policy.config.eot, dtype=torch.long)  # (steps, B), and so are the two of the next line
+    logprobs, values = (policy.lm_head.weight.new_zeros(u.shape) for _ in "lv")
 
-    rows = torch.arange(B, device=tokens.device)  # the rows still in work
+    rows = torch.arange(B, device=lengths.device)  # the rows still in work
     alive = torch.ones_like(rows, dtype=torch.bool)
     position = lengths  # the column that each row writes next
     cache = policy.trunk.new_cache(B, T)
-    everywhere = torch.arange(longest, device=tokens.device).expand(B, -1)
-    hidden = policy.trunk(prompt_tokens, first_columns(cache, longest), everywhere)
-    hidden = hidden[rows, lengths - 1]  # (B, C): after the last token of each prompt
-    for reach in range(longest + 1, longest + max_new_tokens + 1):
-        logits = policy.lm_head(hidden) / temperature  # (B, V)
-        token = draw(logits, top_k)  # (B,)
-        row, column = rows[alive], position[alive]
-        tokens[row, column] = token[alive]
-        mask[row, column - 1] = True
-        logprobs[row, column - 1] = gather_logprobs(logits, token)[alive]
+    column = torch.arange(longest, device=lengths.device)
+    hidden = policy.trunk(prompt_tokens, column == lengths[:, None] - 1, first_columns(cache, longest), column.expand(B, -1))
+    for step in range(max_new_tokens):  # hidden (B, C): after the last token of each row
+        logits = policy.lm_head(hidden / temperature)  # (B, V)
+        token = draw(logits, u[step, rows], top_k)  # (B,)
+        sampled[step, rows], logprobs[step, rows] = token, gather_logprobs(logits, token)
+        values[step, rows] = policy.value_head(hidden).squeeze(-1)
 
-        # Rows that have ended are carried along, without writing, until they are the majority; then all of them are dropped.
+        # Rows that have ended are carried along until they are the majority; then all of them are dropped.
         alive = alive & (token != policy.config.eot) & (position + 1 < T)
-        if 2 * alive.sum() < len(rows):
+        if step % 4 == 3 and 2 * (left := int(alive.sum())) < len(rows):  # to look makes a GPU wait, so not at every step
             rows, token, position, cache = rows[alive], token[alive], position[alive], [[x[alive] for x in kv] for kv in cache]
             alive = alive[alive]
-        if len(rows) == 0 or reach == longest + max_new_tokens:
-            break
-        hidden = policy.trunk(token[:, None], first_columns(cache, reach), position[:, None])[:, 0]  # (B, C)
-        position = (position + 1).clamp(max=T - 1)
+            if not left:
+                break
+        if step + 1 < max_new_tokens:
+            filled = first_columns(cache, min(longest + step + 1, T))
+            hidden = policy.trunk(token[:, None], cache=filled, positions=position[:, None])[:, 0]
+            position = (position + 1).clamp(max=T - 1)
+
+    # From one column a step to each row's own columns, and away with what was sampled after the end.
+    action = lengths[:, None] - 1 + torch.arange(max_new_tokens, device=lengths.device)  # (B, steps)
+    ended = (sampled.T == policy.config.eot).int()
+    inside = (ended.cumsum(1) == ended) & (action < T - 1)
+    at = inside.nonzero()[:, 0], action[inside]
+    tokens = F.pad(prompt_tokens, (0, T - longest))
+    mask = torch.zeros_like(tokens[:, 1:], dtype=torch.bool)
+    tokens[at[0], at[1] + 1], mask[at] = sampled.T[inside], True
+    logprobs, values = (logprobs.new_zeros(mask.shape).masked_scatter(mask, x.T[inside]) for x in (logprobs, values))
+    if policy.critic is not None:
+        values = evaluate_actions(policy, tokens, mask, temperature, entropy_grad=None)[1]
     T = int(last_action(mask).max()) + 2  # cut the columns that no response has reached
-    return tokens[:, :T], mask[:, : T - 1], logprobs[:, : T - 1]
+    return tokens[:, :T], mask[:, : T - 1], logprobs[:, : T - 1], values[:, : T - 1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -535,7 +555,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
 
 @dataclass
 class PPOConfig:
-    steps: int = option(400, "PPO iterations; each samples, scores and updates once", 1)
+    steps: int = option(340, "PPO iterations; each samples, scores and updates once", 1)
     batch_size: int = option(128, "prompts, and so responses, per iteration", 1)
     max_new_tokens: int = option(48, "longest response, in tokens", 1)
     temperature: float = option(1.0, "divides the logits, in sampling and in scoring alike", 0.01)

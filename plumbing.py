@@ -1,6 +1,7 @@
 """What the three scripts need and no reader of the algorithm does: flags, data folders, the log, stopping and going on."""
 
 import argparse
+import ctypes
 import dataclasses
 import itertools
 import json
@@ -45,6 +46,9 @@ class RunConfig:
 def prepare(run):
     """Seed everything, and tell the trunks how to compute."""
     torch.manual_seed(run.seed)
+    if sys.platform == "linux" and run.device == "cpu" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        # Keep freed memory for the next step. By default each large tensor is fetched anew from the system, page by page.
+        libc.mallopt(-1, 2**31 - 1), libc.mallopt(-3, 2**25)  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
     Trunk.autocast = torch.bfloat16 if run.dtype == "bfloat16" else None
     Trunk.checkpointing = run.grad_checkpoint
 

@@ -31,7 +31,7 @@ def main():
         prompt = tokenizer.encode(text)
         if not 0 < len(prompt) < policy.config.context:
             raise UserError(f"the prompt {text[:40]!r} has {len(prompt)} tokens, should have 1 to {policy.config.context - 1}")
-        tokens, mask, _ = generate(policy, [prompt] * config.n, config.max_new_tokens, config.temperature, config.top_k)
+        tokens, mask, *_ = generate(policy, [prompt] * config.n, config.max_new_tokens, config.temperature, config.top_k)
         print(printable(text))
         for ids, response in zip(tokens[:, 1:], mask):
             print(" ", printable(tokenizer.decode(ids[response].tolist()).strip()), flush=True)

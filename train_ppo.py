@@ -61,9 +61,9 @@ def main():
         lr = set_lr(optimizer, ppo.lr, step, ppo.steps, ppo.warmup)
         rows = [prompts[i] for i in itertools.islice(stream, ppo.batch_size)]
         # 1. and 2. Sample a response to each prompt; score it and each of its tokens.
-        tokens, mask, sampled_logprobs, scores, ended, logprobs, values, ref_logprobs = rollout(policy, ref, score, rows, ppo)
+        tokens, mask, logprobs, values, scores, ended, ref_logprobs = rollout(policy, ref, score, rows, ppo)
         if step == 0:
-            check_start(logprobs, sampled_logprobs, ref_logprobs, 1e-3 if run.dtype == "float32" else 0.2)
+            check_start(policy, tokens, mask, logprobs, ref_logprobs, ppo.temperature, 1e-3 if run.dtype == "float32" else 0.2)
 
         # 3. Rewards per token, and how much better than expected each token was.
         rewards = kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef)
@@ -106,25 +106,24 @@ def main():
 def rollout(policy, ref, score, prompts, ppo):
     """Responses to P prompts, lists of ids, and all that there is to know of them before the update:
 
-    tokens (P, T), mask, log-probabilities as sampled (P, T-1) each, scores, whether ended (P,) each, and log-probabilities,
-    values and log-probabilities under the reference (P, T-1) each.
+    tokens (P, T); mask, logprobs, values (P, T-1) each; scores and whether the response ended (P,); ref_logprobs (P, T-1).
     """
     parts, size = [], ppo.rollout_batch or len(prompts)
     for i in range(0, len(prompts), size):
-        # 1. Sample with the policy as it is now.
-        tokens, mask, sampled_logprobs = generate(policy, prompts[i : i + size], ppo.max_new_tokens, ppo.temperature)
-        # 2. Score whole responses with the reward model, and every token with policy, value function and reference.
+        # 1. Sample with the policy as it is now; the value of each state is known with its token.
+        tokens, mask, logprobs, values = generate(policy, prompts[i : i + size], ppo.max_new_tokens, ppo.temperature)
+        # 2. Score whole responses with the reward model, and each token with the reference.
         scores, ended = score(tokens, mask)
-        logprobs, values, _ = evaluate_actions(policy, tokens, mask, ppo.temperature)
-        ref_logprobs, _, _ = evaluate_actions(ref, tokens, mask, ppo.temperature)
-        parts.append((tokens, mask, sampled_logprobs, scores, ended, logprobs, values, ref_logprobs))
+        ref_logprobs, _, _ = evaluate_actions(ref, tokens, mask, ppo.temperature, entropy_grad=None)
+        parts.append((tokens, mask, logprobs, values, scores, ended, ref_logprobs))
     return join_rows(parts)
 
 
-def check_start(logprobs, sampled_logprobs, ref_logprobs, tolerance):
+@torch.no_grad()
+def check_start(policy, tokens, mask, logprobs, ref_logprobs, temperature, tolerance):
     """Before the first update policy, sampler and reference are one and the same. Most bugs of RLHF code show up here."""
-    ratio, kl = (logprobs - sampled_logprobs).exp(), (logprobs - ref_logprobs).abs().max().item()
-    off = (ratio - 1).abs().max()
+    scored, _, _ = evaluate_actions(policy, tokens, mask, temperature)
+    off, kl = ((scored - logprobs).exp() - 1).abs().max(), (scored - ref_logprobs).abs().max().item()
     if off > tolerance:
         raise UserError(f"before the first update a ratio is {off:.4f} away from 1: sampling and scoring disagree")
     if kl > tolerance:

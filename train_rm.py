@@ -35,7 +35,7 @@ def main():
     answers, stride = [], max(1, len(prompts) // 2048)
     for i in range(0, 2048, 256):
         rows = [prompts[j * stride % len(prompts)][0] for j in range(i, i + 256)]
-        tokens, mask, _ = generate(sft, rows, PPOConfig.max_new_tokens)
+        tokens, mask, *_ = generate(sft, rows, PPOConfig.max_new_tokens)
         answers.append((tokens, last_action(mask) + 2))
 
     model = RewardModel(sft).to(run.device).train()

@@ -29,7 +29,7 @@ class FitConfig:
     warmup: int = option(20, "steps in which the learning rate climbs to its peak", 0)
     weight_decay: float = option(0.0, "AdamW's decay of the weights", 0)
     max_grad_norm: float = option(1.0, "longer gradients are scaled down to this norm", 0)
-    evals: int = option(3, "validations during the run; the best checkpoint is kept", 1)
+    evals: int = option(2, "validations during the run; the best checkpoint is kept", 1)
 
 
 @dataclass
@@ -84,7 +84,7 @@ def completion_nats(model, rows, device):
     def measure(numbers, tokens, lengths):
         prompt_lengths = lengths.new_tensor([len(rows[i][0]) for i in numbers])
         mask = response_mask(prompt_lengths, lengths, tokens.shape[1])
-        logprobs, _, _ = evaluate_actions(model, tokens, mask, entropy_grad=False)
+        logprobs, _, _ = evaluate_actions(model, tokens, mask, entropy_grad=None)
         return torch.stack([-logprobs.sum(1), mask.sum(1)], 1)
 
     return by_length(measure, [prompt + completion for prompt, completion in rows], 32, device).unbind(1)

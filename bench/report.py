@@ -49,7 +49,7 @@ def respond(policy, ref, score, prompts, n, tokenizer, ppo, judge=None):
     rows = [prompt for prompt in prompts for _ in range(n)]
     parts, texts, size = [], [], ppo.rollout_batch or CHUNK
     for start in range(0, len(rows), size):
-        tokens, mask, logprobs = generate(policy, rows[start : start + size], ppo.max_new_tokens, ppo.temperature)
+        tokens, mask, logprobs, _ = generate(policy, rows[start : start + size], ppo.max_new_tokens, ppo.temperature)
         kl = torch.zeros(len(tokens), device=tokens.device)
         if policy is not ref:
             with torch.no_grad():

@@ -224,7 +224,7 @@ def test_the_expected_gradient_of_the_reward_model_is_that_of_the_bradley_terry_
 def sampled(n=9, temperature=1.0):
     """A policy, a reference, a reward model, and responses of several lengths to prompts of several lengths."""
     policy, ref, scorer = tiny_gpt(), frozen_copy(tiny_gpt()), frozen_copy(tiny_reward_model())
-    tokens, mask, logprobs = generate(policy, [[1 + i % 3] * (1 + i % 4) for i in range(n)], 8, temperature)
+    tokens, mask, logprobs, _ = generate(policy, [[1 + i % 3] * (1 + i % 4) for i in range(n)], 8, temperature)
     assert len(set(mask.sum(1).tolist())) > 2
     return policy, ref, scorer, tokens, mask, logprobs
 

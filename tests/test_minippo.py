@@ -484,7 +484,7 @@ def check_layout(tokens, mask, prompts, eot, max_new_tokens, context):
 @pytest.mark.parametrize("bias", [-inf, 0.0, 2.0], ids=["never ends", "ends sometimes", "ends early"])
 def test_decoding_with_a_cache_gives_the_logprobs_that_scoring_the_whole_rows_gives(temperature, max_new_tokens, bias):
     policy = biased(tiny_gpt(), {EOT: bias})
-    tokens, mask, logprobs = generate(policy, PROMPTS, max_new_tokens, temperature)
+    tokens, mask, logprobs, _ = generate(policy, PROMPTS, max_new_tokens, temperature)
     check_layout(tokens, mask, PROMPTS, EOT, max_new_tokens, context=16)
     with torch.no_grad():
         scored, _, _ = evaluate_actions(policy, tokens, mask, temperature)
@@ -495,7 +495,7 @@ def test_decoding_with_a_cache_gives_the_logprobs_that_scoring_the_whole_rows_gi
 def test_a_row_that_reaches_the_end_of_the_context_keeps_its_last_token_while_the_others_go_on():
     policy = biased(tiny_gpt(context=8), {EOT: -inf})
     prompts = [[1, 2, 3, 4, 5, 6], [1], [2], [3]]
-    tokens, mask, logprobs = generate(policy, prompts, 20)
+    tokens, mask, logprobs, _ = generate(policy, prompts, 20)
     assert mask.sum(1).tolist() == [2, 7, 7, 7] and tokens.shape == (4, 8)
     with torch.no_grad():
         assert_equal(logprobs, evaluate_actions(policy, tokens, mask)[0], 1e-10)
@@ -504,13 +504,13 @@ def test_a_row_that_reaches_the_end_of_the_context_keeps_its_last_token_while_th
 @pytest.mark.parametrize("bias, lengths", [(inf, [1, 1, 1]), (-inf, [5, 5, 5])])
 def test_a_response_stops_at_the_end_token_or_after_max_new_tokens(bias, lengths):
     policy = biased(tiny_gpt(), {EOT: math.copysign(1e4, bias)})
-    tokens, mask, _ = generate(policy, [[1], [2, 3], [4, 5, 6]], 5)
+    tokens, mask, *_ = generate(policy, [[1], [2, 3], [4, 5, 6]], 5)
     assert mask.sum(1).tolist() == lengths and tokens.shape[1] == 3 + lengths[0]
     assert_equal(mask[:1], marks("x" * lengths[0] + ".."))
 
 
 def test_the_longest_prompt_possible_still_gets_one_token():
-    tokens, mask, _ = generate(tiny_gpt(context=8), [[1, 2, 3, 4, 5, 6, 7]], 5)
+    tokens, mask, *_ = generate(tiny_gpt(context=8), [[1, 2, 3, 4, 5, 6, 7]], 5)
     assert tokens.shape == (1, 8) and mask.sum() == 1
 
 
@@ -549,7 +549,7 @@ def all_responses(policy, prompt, max_new_tokens, temperature):
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_every_response_is_sampled_as_often_as_its_probability_says(temperature):
     policy, n, prompts = three_token_gpt(), 3000, [[0, 1, 1], [1]]
-    tokens, mask, _ = generate(policy, [prompts[i % 2] for i in range(2 * n)], 3, temperature)
+    tokens, mask, *_ = generate(policy, [prompts[i % 2] for i in range(2 * n)], 3, temperature)
     for i, prompt in enumerate(prompts):
         counts = {}
         for row, inside in zip(tokens[i::2, 1:], mask[i::2], strict=True):
@@ -564,7 +564,7 @@ def test_every_response_is_sampled_as_often_as_its_probability_says(temperature)
 def test_no_token_is_forbidden():
     policy = GPT(GPTConfig(5, 8, layers=1, heads=1, channels=8)).eval()
     torch.nn.init.zeros_(policy.lm_head.weight)  # all five equally likely
-    tokens, mask, logprobs = generate(policy, [[1]] * 500, 2)
+    tokens, mask, logprobs, _ = generate(policy, [[1]] * 500, 2)
     assert torch.bincount(tokens[:, 1]).min() > 70
     assert_equal(logprobs[mask], torch.full_like(logprobs[mask], -math.log(5)), 1e-6)
     assert torch.bincount(tokens[:, 2][mask[:, 1]]).min() > 50
@@ -572,7 +572,7 @@ def test_no_token_is_forbidden():
 
 def test_top_k_1_always_takes_the_likeliest_token():
     policy, prompts = tiny_gpt(), PROMPTS[:6]
-    tokens, mask, _ = generate(policy, prompts, 6, top_k=1)
+    tokens, mask, *_ = generate(policy, prompts, 6, top_k=1)
     for row, inside, prompt in zip(tokens, mask, prompts, strict=True):
         ids = list(prompt)
         while len(ids) < len(prompt) + 6 and (len(ids) == len(prompt) or ids[-1] != EOT):
@@ -582,14 +582,14 @@ def test_top_k_1_always_takes_the_likeliest_token():
 
 def test_top_k_samples_among_the_likeliest_tokens_only_and_reports_their_full_probability():
     policy = biased(tiny_gpt(), {3: 20.0, 4: 20.0})
-    tokens, mask, logprobs = generate(policy, PROMPTS, 4, temperature=50.0, top_k=2)
+    tokens, mask, logprobs, _ = generate(policy, PROMPTS, 4, temperature=50.0, top_k=2)
     assert set(tokens[:, 1:][mask].tolist()) == {3, 4}
     assert_equal(logprobs, evaluate_actions(policy, tokens, mask, 50.0)[0])
 
 
 @pytest.mark.parametrize("top_k", [0, EOT + 1, 1000])
 def test_a_top_k_of_0_or_of_the_whole_vocabulary_forbids_nothing(top_k):
-    tokens, mask, _ = generate(tiny_gpt(), [[1]] * 300, 1, temperature=1000.0, top_k=top_k)
+    tokens, mask, *_ = generate(tiny_gpt(), [[1]] * 300, 1, temperature=1000.0, top_k=top_k)
     assert set(tokens[:, 1:][mask].tolist()) == set(range(EOT + 1))
 
 
@@ -851,7 +851,7 @@ def test_explained_variance_is_1_for_perfect_values_0_for_constant_ones_and_sees
 def rollout(policy, ref=None, n=12, temperature=1.0):
     """A batch for ppo_update, with advantages and returns from a random score."""
     prompts = [[1 + i % 3] * (1 + i % 4) for i in range(n)]
-    tokens, mask, _ = generate(policy, prompts, 8, temperature)
+    tokens, mask, *_ = generate(policy, prompts, 8, temperature)
     with torch.no_grad():
         logprobs, values, _ = evaluate_actions(policy, tokens, mask, temperature)
         ref_logprobs, _, _ = evaluate_actions(ref or policy, tokens, mask, temperature)
@@ -980,7 +980,7 @@ def test_the_kl_loss_pulls_the_policy_to_the_reference():
 def test_the_gradient_of_the_kl_loss_is_on_average_that_of_the_kl():
     # All responses of one token, weighted by sampling: 4,000 of them stand for the expectation.
     policy, ref = three_token_gpt(), three_token_gpt()
-    tokens, mask, _ = generate(policy, [[1]] * 4000, 1)
+    tokens, mask, *_ = generate(policy, [[1]] * 4000, 1)
     with torch.no_grad():
         old = [evaluate_actions(model, tokens, mask) for model in (policy, ref)]
     zeros = torch.zeros_like(old[0][0])
@@ -1138,7 +1138,7 @@ def train(beta, steps=40, lr=0.01, separate_critic=False, **changes):
     config = PPOConfig(batch_size=96, epochs=4, minibatches=2, **changes)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
-        tokens, mask, _ = generate(policy, prompts * 32, 2)
+        tokens, mask, *_ = generate(policy, prompts * 32, 2)
         lengths = torch.tensor([1, 1, 2] * 32)
         scores = (tokens[torch.arange(96), lengths] == 3).float()
         with torch.no_grad():
