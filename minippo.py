@@ -429,7 +429,8 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0, entropy_grad=True):
     states, actions = tokens[:, :-1], tokens[:, 1:]
     # Hidden states and vocabulary logits for response tokens only: V is far wider than C, and prompts and padding need none.
     hidden, value_hidden = policy.hidden(states, mask)  # (N, C)
-    logits = policy.lm_head(hidden / temperature)  # (N, V)
+    logits = policy.lm_head(hidden)  # (N, V)
+    logits = logits if temperature == 1 else logits / temperature
     logprobs = gather_logprobs(logits, actions[mask])  # (N,)
     values = policy.value_head(value_hidden).squeeze(-1)  # (N,)
     entropy = torch.zeros_like(values)
@@ -494,7 +495,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, top_k=0):
     column = torch.arange(longest, device=lengths.device)
     hidden = policy.trunk(prompt_tokens, column == lengths[:, None] - 1, first_columns(cache, longest), column.expand(B, -1))
     for step in range(max_new_tokens):  # hidden (B, C): after the last token of each row
-        logits = policy.lm_head(hidden / temperature)  # (B, V)
+        logits = policy.lm_head(hidden) / temperature  # (B, V)
         token = draw(logits, u[step, rows], top_k)  # (B,)
         sampled[step, rows], logprobs[step, rows] = token, gather_logprobs(logits, token)
         values[step, rows] = policy.value_head(hidden).squeeze(-1)
@@ -555,7 +556,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
 
 @dataclass
 class PPOConfig:
-    steps: int = option(340, "PPO iterations; each samples, scores and updates once", 1)
+    steps: int = option(400, "PPO iterations; each samples, scores and updates once", 1)
     batch_size: int = option(128, "prompts, and so responses, per iteration", 1)
     max_new_tokens: int = option(48, "longest response, in tokens", 1)
     temperature: float = option(1.0, "divides the logits, in sampling and in scoring alike", 0.01)

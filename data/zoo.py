@@ -258,7 +258,7 @@ def sigmoid(x):
 # ------------------------------------------------------------------------------------------------------------------------------
 # The files. Only `random()` and `choices()` are used: Python promises their results for a seed, not those of `sample` or `shuffle`.
 
-ROWS = {"sft_train": 80_000, "sft_val": 4_000, "pref_train": 30_000, "pref_val": 8_000}
+ROWS = {"sft_train": 84_000, "sft_val": 4_000, "pref_train": 40_000, "pref_val": 8_000}
 HELD_OUT = 50  # prompts that appear in *_val only: one phrasing each of this many facts
 
 

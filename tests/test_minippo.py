@@ -484,12 +484,29 @@ def check_layout(tokens, mask, prompts, eot, max_new_tokens, context):
 @pytest.mark.parametrize("bias", [-inf, 0.0, 2.0], ids=["never ends", "ends sometimes", "ends early"])
 def test_decoding_with_a_cache_gives_the_logprobs_that_scoring_the_whole_rows_gives(temperature, max_new_tokens, bias):
     policy = biased(tiny_gpt(), {EOT: bias})
-    tokens, mask, logprobs, _ = generate(policy, PROMPTS, max_new_tokens, temperature)
+    tokens, mask, logprobs, values = generate(policy, PROMPTS, max_new_tokens, temperature)
     check_layout(tokens, mask, PROMPTS, EOT, max_new_tokens, context=16)
     with torch.no_grad():
-        scored, _, _ = evaluate_actions(policy, tokens, mask, temperature)
+        scored, expected, _ = evaluate_actions(policy, tokens, mask, temperature)
     assert_equal(logprobs, scored, 1e-10)
-    assert not logprobs[~mask].any()
+    assert_equal(values, expected, 1e-10)
+    assert not logprobs[~mask].any() and not values[~mask].any()
+
+
+def test_the_values_of_a_rollout_come_from_the_separate_critic_where_there_is_one():
+    policy = tiny_gpt().with_critic(tiny_reward_model())
+    tokens, mask, _, values = generate(policy, PROMPTS, 5)
+    with torch.no_grad():
+        assert_equal(values, evaluate_actions(policy, tokens, mask)[1], 1e-10)
+
+
+def test_a_sample_does_not_depend_on_when_the_rows_that_have_ended_are_dropped():
+    policy, seen = biased(tiny_gpt(context=32), {EOT: 1.0}), []
+    for prompts in (PROMPTS, PROMPTS[:1] * len(PROMPTS)):  # the first row among others, and among copies of itself
+        torch.manual_seed(3)
+        tokens, mask, *_ = generate(policy, prompts, 20)
+        seen.append(tokens[0, 1:][mask[0]].tolist())
+    assert seen[0] == seen[1]
 
 
 def test_a_row_that_reaches_the_end_of_the_context_keeps_its_last_token_while_the_others_go_on():

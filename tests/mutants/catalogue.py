@@ -84,7 +84,7 @@ MUTANTS = [
     ),
     Mutant(
         "score read at the last column",
-        [("self.trunk(tokens)[rows, lengths - 1]", "self.trunk(tokens)[rows, -1]")],
+        [("== lengths[:, None] - 1  # (B, T), once", "== 0 * lengths[:, None] + lengths.max() - 1  # (B, T), once")],
         "trl #2778: padding on one side, the reward read on the other; gpt-neox #1285",
         "the reward model judges the padding, and a score depends on the longest neighbour",
         UNIT + "a_score_is_read_at_the_last_token_and_sees_all_before_it",
@@ -135,7 +135,7 @@ MUTANTS = [
     # Log-probabilities
     Mutant(
         "temperature in sampling only",
-        [("policy.lm_head(hidden[mask]) / temperature  # (N, V)", "policy.lm_head(hidden[mask])  # (N, V)")],
+        [("logits = logits if temperature == 1 else logits / temperature", "pass")],
         "OpenRLHF #853, trl #3029",
         "ratio and KL belong to a distribution that nobody sampled from",
         UNIT + "the_scored_distribution_is_the_softmax_of_the_logits_over_the_temperature",
@@ -178,14 +178,21 @@ MUTANTS = [
     # Sampling
     Mutant(
         "first token drawn after the padding",
-        [("hidden = hidden[rows, lengths - 1]", "hidden = hidden[:, -1]")],
+        [("column == lengths[:, None] - 1, first", "column == 0 * lengths[:, None] + longest - 1, first")],
         "trl #469: padded prompts in batched generation",
         "short prompts in a batch are answered as if they ended in padding",
         UNIT + "decoding_with_a_cache_gives_the_logprobs_that_scoring_the_whole_rows_gives",
     ),
     Mutant(
+        "values of the rollout one action early",
+        [("values[step, rows] =", "values[max(step - 1, 0), rows] =")],
+        "common, where each script shifts the values by hand",
+        "the advantage of a token is measured against what was expected one token later",
+        UNIT + "decoding_with_a_cache_gives_the_logprobs_that_scoring_the_whole_rows_gives",
+    ),
+    Mutant(
         "positions counted from the longest prompt",
-        [("reach), position[:, None])[:, 0]", "reach), torch.full_like(position, reach - 1)[:, None])[:, 0]")],
+        [("positions=position[:, None])[:, 0]", "positions=torch.full_like(position, longest + step)[:, None])[:, 0]")],
         "trl #262, #469: positions that ignore the padding",
         "a row's text depends on its neighbours; sampled and scored log-probabilities disagree",
         UNIT + "decoding_with_a_cache_gives_the_logprobs_that_scoring_the_whole_rows_gives",

@@ -1,0 +1,248 @@
+"""How fast, beside what the matrix products alone would take on the same machine in the same run.
+
+    python -m bench.speed              all of it, a few minutes; writes bench/results.json
+    python -m bench.speed small        one workload: small, medium, or default (the models of `make run`, in out/)
+    python -m bench.speed small --profile    where the time of an iteration goes
+
+An iteration is what train_ppo.py does: its rollout(), the advantages, and ppo_update(). Two floors stand beside it, both for the
+same matrix products, counted by hand: each product done by itself at its own shape, and all of them at the rate of one large product.
+"""
+
+import argparse
+import functools
+import json
+import resource
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import train_ppo
+from minippo import GPT, GPTConfig, PPOConfig, RewardModel, UserError, frozen_copy, gae, generate, kl_adjusted_rewards
+from minippo import load_checkpoint, ppo_update, score_responses, whiten
+from plumbing import RunConfig, adamw, encode_rows, prepare, read_rows, run_script
+
+ROOT = Path(__file__).parents[1]
+SMALL = {"layers": 4, "heads": 4, "channels": 128, "vocab_size": 1024, "context": 128, "batch": 64, "prompt": (8, 24), "new": 48}
+MEDIUM = {"layers": 6, "heads": 6, "channels": 384, "vocab_size": 4096, "context": 256, "batch": 32, "prompt": (16, 48), "new": 64}
+FOUR = {"epochs": 4, "minibatches": 4}
+SHAPE = ("vocab_size", "context", "layers", "heads", "channels")
+
+
+class Workload:
+    """Models, prompts and settings of one PPO iteration."""
+
+    def __init__(self, name, changes=()):
+        torch.manual_seed(0)
+        if name == "default":
+            policy, tokenizer, _ = load_checkpoint(ROOT / "out" / "sft.pt", ["sft"])
+            self.reward_model, _, _ = load_checkpoint(ROOT / "out" / "rm.pt", ["rm"])
+            rows = encode_rows(read_rows(ROOT / "data" / "zoo", "prompts", "train"), tokenizer, policy.config.context)
+            self.config = PPOConfig(lr=1e-6)
+            self.prompts = [rows[i % len(rows)][0] for i in range(self.config.batch_size)]
+        else:
+            size = {**{"small": SMALL, "medium": MEDIUM}[name], **dict(changes)}
+            policy, eot = GPT(GPTConfig(*(size[key] for key in SHAPE))).eval(), size["vocab_size"] - 1
+            with torch.no_grad():  # the end token gets a logit of -100 and is never sampled: all responses have full length
+                policy.trunk.norm.weight[0], policy.trunk.norm.bias[0], policy.trunk.tokens.weight[eot, 0] = 0, 1, -100
+            self.reward_model = RewardModel(policy)
+            low, high = size["prompt"]
+            lengths = torch.randint(low, high + 1, (size["batch"],)).tolist()
+            self.prompts = [torch.randint(eot, (n,)).tolist() for n in lengths]
+            self.config = PPOConfig(batch_size=size["batch"], max_new_tokens=size["new"], lr=1e-6, **FOUR)
+        self.policy, self.ref, self.reward_model = policy, frozen_copy(policy), frozen_copy(self.reward_model)
+        self.optimizer = adamw(policy, 1e-6)
+        self.score = functools.partial(score_responses, self.reward_model, eot=policy.config.eot)
+
+    def iteration(self):
+        """One iteration of train_ppo.py -> seconds of rollout, scoring and update; tokens and mask stay for counting."""
+        seconds, start = {}, time.perf_counter()
+
+        def timed_generate(*args):
+            out = generate(*args)
+            seconds["rollout"] = time.perf_counter() - start
+            return out
+
+        train_ppo.generate = timed_generate
+        out = train_ppo.rollout(self.policy, self.ref, self.score, self.prompts, self.config)
+        tokens, mask, logprobs, values, scores, _, ref_logprobs = out
+        seconds["scoring"], start = time.perf_counter() - start - seconds["rollout"], time.perf_counter()
+        rewards = kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, self.config.kl_coef)
+        advantages, returns = gae(rewards, values, mask, self.config.gamma, self.config.lam)
+        self.batch = {"tokens": tokens, "mask": mask, "logprobs": logprobs, "ref_logprobs": ref_logprobs, "values": values}
+        self.batch |= {"advantages": whiten(advantages, mask), "returns": returns}
+        ppo_update(self.policy, self.optimizer, self.batch, self.config)
+        seconds["update"] = time.perf_counter() - start
+        return seconds
+
+    def products(self):
+        """{phase: [(times, matrices, rows, inner, columns)]}: every matrix product of the last iteration.
+
+        Positions that are padding only because rows of a minibatch differ in length are not counted: no one needs them.
+        """
+        c, tokens = self.policy.config, int(self.batch["mask"].sum())
+        B, d, read = len(self.prompts), c.channels // c.heads, sum(map(len, self.prompts)) + tokens - len(self.prompts)
+        T = read // B
+
+        def forward(B, positions, responses, V):
+            """A trunk on B rows; the last MLP and the head at the responses only."""
+            yield (c.layers, 1, positions, c.channels, 3 * c.channels)
+            yield (c.layers, 1, positions, c.channels, c.channels)
+            for where, times in ((positions, c.layers - 1), (responses, 1)):
+                yield (times, 1, where, c.channels, 4 * c.channels)
+                yield (times, 1, where, 4 * c.channels, c.channels)
+            yield (c.layers, B * c.heads, T, d, T)
+            yield (c.layers, B * c.heads, T, T, d)
+            if V:
+                yield (1, 1, responses, c.channels, V)
+
+        def with_backward(products):
+            for times, matrices, m, k, n in products:  # the product, and one for the gradient of each factor
+                yield from ((times, matrices, m, k, n), (times, matrices, m, n, k), (times, matrices, k, m, n))
+
+        steps = self.config.epochs * self.config.minibatches
+        size = self.config.minibatches
+        update = with_backward(forward(B // size, read // size, tokens // size, c.vocab_size))
+        return {
+            "rollout": list(forward(B, read, tokens, c.vocab_size)),
+            "scoring": [*forward(B, read, B, 0), *forward(B, read, tokens, c.vocab_size)],
+            "update": [(steps * times, *shape) for times, *shape in update],
+        }
+
+
+def seconds_of(function, repeats=5):
+    function()
+    out = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        out.append(time.perf_counter() - start)
+    return statistics.median(out)
+
+
+def large_rate():
+    """Floating-point operations a second of one large product."""
+    a = torch.randn(1024, 1024)
+    return 2 * 1024**3 / seconds_of(lambda: a @ a, 20)
+
+
+def floors(products):
+    """Seconds that these products take: each by itself at its own shape, and all at the rate of a large one; and their number of operations."""
+    alone = 0.0
+    for times, matrices, m, k, n in products:
+        a, b, out = torch.randn(matrices, m, k), torch.randn(matrices, k, n), torch.empty(matrices, m, n)
+        product = functools.partial(torch.bmm, a, b, out=out) if matrices > 1 else functools.partial(torch.mm, a[0], b[0], out=out[0])
+        alone += times * seconds_of(product)
+    operations = sum(2 * times * matrices * m * k * n for times, matrices, m, k, n in products)
+    return {"alone": alone, "at_peak": operations / large_rate(), "operations": operations}
+
+
+def measure(name, changes=(), repeats=5):
+    """Medians over some iterations, and their floors."""
+    work = Workload(name, changes)
+    work.iteration()
+    runs = [work.iteration() for _ in range(repeats)]
+    seconds = {phase: statistics.median(run[phase] for run in runs) for phase in runs[0]}
+    floor = {phase: floors(products) for phase, products in work.products().items()}
+    total, tokens = sum(seconds.values()), int(work.batch["mask"].sum())
+    alone, peak = (sum(x[kind] for x in floor.values()) for kind in ("alone", "at_peak"))
+    return {
+        "seconds": seconds | {"iteration": total}, "floor": floor, "tokens_per_second": tokens / total,
+        "ratios": {
+            "update": seconds["update"] / floor["update"]["alone"], "iteration": total / alone,
+            "update, at peak": seconds["update"] / floor["update"]["at_peak"], "iteration, at peak": total / peak,
+            "rollout to update": seconds["rollout"] / seconds["update"],
+        },
+    }  # fmt: skip
+
+
+def print_measured(name, x):
+    print(f"\n{name}: {x['tokens_per_second']:,.0f} response tokens/s")
+    for phase, seconds in x["seconds"].items():
+        floor = [x["floor"][p] for p in x["floor"] if phase in (p, "iteration")]
+        alone, peak = (sum(f[kind] for f in floor) for kind in ("alone", "at_peak"))
+        print(f"    {phase:<10}{seconds:8.3f} s   products alone {alone:.3f} s, {seconds / alone:.2f} x   at peak {peak:.3f} s, {seconds / peak:.2f} x")
+
+
+def decoding():
+    """Tokens per second of sampling alone, by batch size."""
+    out = {}
+    for batch in (1, 16, 64, 256):
+        work = Workload("small", {"batch": batch, "prompt": (16, 16)}.items()) if batch >= 4 else None
+        policy = (work or Workload("small")).policy
+        prompts = work.prompts if work else [[1] * 16]
+        seconds = seconds_of(lambda policy=policy, prompts=prompts: generate(policy, prompts, 48), 3)
+        out[batch] = {"tokens_per_second": batch * 48 / seconds, "ms_per_step": seconds / 48 * 1e3}
+    return out
+
+
+# Each of these is doubled three times, everything else as in "small".
+GROWTH = {
+    "batch": [{"batch": 16 * 2**i} for i in range(4)],
+    "response": [{"new": 12 * 2**i} for i in range(4)],
+    "layers": [{"layers": 2**i} for i in range(4)],
+    "channels": [{"channels": 64 * 2**i} for i in range(4)],
+}
+
+
+def growth():
+    """{what: rows of value, seconds of an iteration, operations; both beside those of the first row}."""
+    out = {}
+    for what, steps in GROWTH.items():
+        rows = []
+        for change in steps:
+            work = Workload("small", change.items())
+            seconds = seconds_of(lambda work=work: work.iteration(), 3)
+            operations = sum(2 * t * b * m * k * n for products in work.products().values() for t, b, m, k, n in products)
+            rows.append({"value": change[next(iter(change))], "seconds": seconds, "operations": operations})
+        first = rows[0]
+        out[what] = [row | {"times": row["seconds"] / first["seconds"], "times_operations": row["operations"] / first["operations"]} for row in rows]
+    return out
+
+
+def peak_memory():
+    """Peak resident memory in MB after 3 and after 30 iterations of "small" in this process."""
+    work, out = Workload("small"), {}
+    for i in range(1, 31):
+        work.iteration()
+        if i in (3, 30):
+            out[i] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return out
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workload", nargs="?", choices=["small", "medium", "default"])
+    parser.add_argument("--profile", action="store_true")
+    args = parser.parse_args()
+    prepare(RunConfig(device="cpu"))
+    if args.profile:
+        work = Workload(args.workload or "small")
+        work.iteration()
+        with torch.profiler.profile() as profile:
+            work.iteration()
+        return print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=50))
+    result = {"peak_memory": peak_memory()} if not args.workload else {}  # first: the peak of a process only ever rises
+    for name in [args.workload] if args.workload else ["small", "medium", "default"]:
+        try:
+            result[name] = measure(name, repeats=3 if name == "medium" else 7)
+        except UserError as error:
+            print(f"{name}: left out ({error})", file=sys.stderr)
+            continue
+        print_measured(name, result[name])
+    if args.workload:
+        return None
+    result |= {"decoding": decoding(), "growth": growth(), "gflops": large_rate() / 1e9, "threads": torch.get_num_threads()}
+    print("\nsampling alone:", ", ".join(f"batch {b}: {x['tokens_per_second']:,.0f} tokens/s" for b, x in result["decoding"].items()))
+    for what, rows in result["growth"].items():
+        print(f"{what:>10}: " + ", ".join(f"{row['value']}: {row['seconds']:.3f} s" for row in rows))
+        print(f"{'':>12}" + ", ".join(f"{row['times']:.1f} x for {row['times_operations']:.1f} x the work" for row in rows))
+    print("peak memory, MB:", {f"{n} iterations": round(mb) for n, mb in result["peak_memory"].items()})
+    path = ROOT / "bench" / "results.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"speed": result}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    run_script(main)
