@@ -5,7 +5,8 @@ BIN := .venv/bin
 help:
 	@echo "make run     the three scripts in order on the default data, then the report (writes out/)"
 	@echo "make test    the tests"
-	@echo "make mutants puts fifty known bugs back, one at a time, and shows the test that catches each"
+	@echo "make mutants puts 51 known bugs back, one at a time, and shows the test that catches each"
+	@echo "make bench   how fast an iteration is, beside its matrix products alone (the workload default needs make run first)"
 	@echo "make lint    ruff"
 	@echo "make clean   removes out/, the default data and the environment"
 
@@ -25,6 +26,9 @@ test: .venv/ready
 mutants: .venv/ready
 	$(BIN)/python -m pytest tests/mutants
 
+bench: .venv/ready
+	$(BIN)/python -m bench.speed
+
 lint: .venv/ready
 	$(BIN)/ruff check .
 
@@ -32,4 +36,4 @@ clean:
 	rm -rf out data/zoo .venv .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help run test mutants lint clean
+.PHONY: help run test mutants bench lint clean

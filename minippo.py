@@ -65,7 +65,7 @@ def option(default, help, low=-inf, high=inf):
 # ----------------------------------------------------------------------------------------------------------------------
 # 1. Text: from JSON lines to token ids
 #
-# A byte-level BPE vocabulary is learned from the data at hand (Sennrich et al., arXiv:1508.07909, on bytes as in GPT-2):
+# Byte-pair encoding (BPE; Sennrich et al., arXiv:1508.07909, on bytes as in GPT-2) learns a vocabulary from the data at hand:
 # start from the 256 single bytes; again and again make the most frequent pair of neighbours one new token.
 
 # How GPT-2 cuts text into words before any merging; no token ever spans two of these pieces.
@@ -145,11 +145,13 @@ def load_jsonl(path, keys):
     for number, line in enumerate(lines, 1):
         try:
             text = line.decode("utf-8-sig").strip()
-            row = json.loads(text) if text else dict.fromkeys(keys, "")
+            row = json.loads(text) if text else None
         except UnicodeDecodeError as error:
             raise UserError(f"{path}, line {number}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8")
         except (ValueError, RecursionError) as error:
             raise UserError(f"{path}, line {number}: not JSON ({error}); {wanted}")
+        if not text:
+            continue
         if not isinstance(row, dict):
             raise UserError(f"{path}, line {number}: found {type(row).__name__}; {wanted}")
         for key in keys:
@@ -162,8 +164,7 @@ def load_jsonl(path, keys):
                 hint = "; write the messages of a chat out as one text" * isinstance(row[key], list)
                 found = json.dumps(row[key])[:40]
                 raise UserError(f"{path}, line {number}: the value of {key!r} should be a string, found {found}{hint}")
-        if text:
-            rows.append(tuple(row[key] for key in keys))
+        rows.append(tuple(row[key] for key in keys))
     if not rows:
         raise UserError(f"{path}: no rows; {wanted}")
     return rows
@@ -181,7 +182,8 @@ def pad(sequences, device="cpu"):
 def by_length(function, sequences, size, device="cpu"):
     """function(row numbers, tokens, lengths) -> (rows, ...), called on pieces of `size` sequences; results in their order.
 
-    The pieces hold rows of similar length, which need little padding: much cheaper than all rows at once.
+    The pieces hold rows of similar length, which need little padding: much cheaper than all rows at once. The numbers tell the
+    function which sequences it has before it.
     """
     order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
     pieces = [order[i : i + size] for i in range(0, len(order), size)]
@@ -224,7 +226,7 @@ class GPTConfig:
 class Attention(nn.Module):
     """Causal self-attention of several heads: every position reads from itself and from those before it.
 
-    cache, positions and visible are for sampling token by token (section 4); training and scoring leave them out.
+    cache, positions and visible are for sampling (section 4); training and scoring leave them out.
     """
 
     def __init__(self, config):
@@ -249,7 +251,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention, then x + MLP, each reading a normalised x (pre-norm)."""
+    """x + attention, then x + MLP, each reading a normalised x (pre-norm). decoding: cache, positions and visible of Attention."""
 
     def __init__(self, config):
         super().__init__()
@@ -299,7 +301,7 @@ class Trunk(nn.Module):
         if cache is None:
             positions, cache = torch.arange(tokens.shape[1], device=tokens.device), [None] * len(self.blocks)
         else:  # each row has its own length: it sees the columns up to its own position, whatever lies beyond
-            columns = torch.arange(cache[0][0].shape[1], device=tokens.device)
+            columns = torch.arange(cache.shape[3], device=tokens.device)
             visible = columns <= positions[:, None, :, None]  # (B, 1, T, columns), the same for all heads
         x = self.dropout(self.tokens(tokens) + self.positions(positions))  # (B, T, C)
         with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
@@ -312,10 +314,10 @@ class Trunk(nn.Module):
         return self.norm(x)
 
     def new_cache(self, rows, columns):
-        """Keys and values of each block, (rows, columns, H, C/H): filled while decoding, so that nothing is read twice."""
-        heads, C = self.blocks[0].attention.heads, self.tokens.embedding_dim
-        shape, dtype = (rows, columns, heads, C // heads), self.autocast or self.tokens.weight.dtype
-        return [[self.tokens.weight.new_zeros(shape, dtype=dtype) for _ in "kv"] for _ in self.blocks]
+        """Keys and values, (layers, 2, rows, columns, H, C/H): filled while decoding, so that nothing is read twice."""
+        weight, heads = self.tokens.weight, self.blocks[0].attention.heads
+        shape = (len(self.blocks), 2, rows, columns, heads, weight.shape[1] // heads)
+        return torch.zeros(shape, dtype=self.autocast or weight.dtype, device=weight.device)
 
 
 class GPT(nn.Module):
@@ -385,7 +387,7 @@ class RewardModel(nn.Module):
 
 def frozen_copy(model):
     """A copy that is never trained and drops nothing: the reference, or a reward model in use."""
-    import copy
+    import copy  # here, so that the function works when pasted elsewhere
 
     frozen = copy.deepcopy(model).eval()
     return frozen.requires_grad_(False)
@@ -453,11 +455,6 @@ def last_action(mask):
 # position, and the cache of keys and values spares reading a row again for every token.
 
 
-def first_columns(cache, count):
-    """The first columns of a key/value cache: those that any row may have filled."""
-    return [[x[:, :count] for x in kv] for kv in cache]
-
-
 def draw(logits, u, top_k=0):
     """A token for each row from softmax(logits), or with top_k > 0 from its top_k likeliest: (B, V) -> (B,).
 
@@ -475,7 +472,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, top_k=0):
     """Sample one response to each prompt, until end-of-text, max_new_tokens, or the end of the context.
 
     prompts: B non-empty lists of ids, each shorter than the context (else ValueError). Returns tokens (B, T), and (B, T-1) each:
-    mask, the log-probability of each sampled token in nats and the value before it, 0 outside the mask.
+    mask, the log-probability of each sampled token (of the full distribution, in nats) and the value before it, 0 outside the mask.
     top_k > 0 samples among so many likeliest tokens only. That is for reading what a finished model writes: PPO needs
     samples of the full distribution, which is the one that it scores.
     """
@@ -483,46 +480,39 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, top_k=0):
         raise ValueError(f"a prompt must have between 1 and {policy.config.context - 1} tokens (the context less one)")
     prompt_tokens, lengths = pad(prompts, policy.lm_head.weight.device)
     B, longest = prompt_tokens.shape
-    T = min(longest + max_new_tokens, policy.config.context)
-    u = torch.rand(max_new_tokens, B, device=lengths.device)
-    sampled = torch.full_like(u, policy.config.eot, dtype=torch.long)  # (steps, B), and so are the two of the next line
-    logprobs, values = (policy.lm_head.weight.new_zeros(u.shape) for _ in "lv")
+    steps = min(max_new_tokens, policy.config.context - int(lengths.min()))
+    T = min(longest + steps, policy.config.context)
+    u = torch.rand(steps, B, device=lengths.device)
+    tokens = F.pad(prompt_tokens, (0, T + 1 - longest))  # one column too many: rows that have ended write there
+    mask = torch.zeros_like(tokens, dtype=torch.bool)
+    logprobs, values = policy.lm_head.weight.new_zeros(2, B, T + 1)
 
-    rows = torch.arange(B, device=lengths.device)  # the rows still in work
+    rows = torch.arange(B, device=lengths.device)  # the R rows still in work
     alive = torch.ones_like(rows, dtype=torch.bool)
     position = lengths  # the column that each row writes next
     cache = policy.trunk.new_cache(B, T)
     column = torch.arange(longest, device=lengths.device)
-    hidden = policy.trunk(prompt_tokens, column == lengths[:, None] - 1, first_columns(cache, longest), column.expand(B, -1))
-    for step in range(max_new_tokens):  # hidden (B, C): after the last token of each row
-        logits = policy.lm_head(hidden) / temperature  # (B, V)
-        token = draw(logits, u[step, rows], top_k)  # (B,)
-        sampled[step, rows], logprobs[step, rows] = token, gather_logprobs(logits, token)
-        values[step, rows] = policy.value_head(hidden).squeeze(-1)
+    hidden = policy.trunk(prompt_tokens, column == lengths[:, None] - 1, cache[:, :, :, :longest], column.expand(B, -1))
+    for step in range(steps):  # hidden (R, C): after the last token of each row
+        logits = policy.lm_head(hidden) / temperature  # (R, V)
+        token = draw(logits, u[step, rows], top_k)  # (R,)
+        at = rows, torch.where(alive, position, T)
+        tokens[at], mask[at] = token, True
+        logprobs[at], values[at] = gather_logprobs(logits, token), policy.value_head(hidden).squeeze(-1)
 
         # Rows that have ended are carried along until they are the majority; then all of them are dropped.
         alive = alive & (token != policy.config.eot) & (position + 1 < T)
         if step % 4 == 3 and 2 * (left := int(alive.sum())) < len(rows):  # to look makes a GPU wait, so not at every step
-            rows, token, position, cache = rows[alive], token[alive], position[alive], [[x[alive] for x in kv] for kv in cache]
-            alive = alive[alive]
+            rows, token, position, cache, alive = rows[alive], token[alive], position[alive], cache[:, :, alive], alive[alive]
             if not left:
                 break
-        if step + 1 < max_new_tokens:
-            filled = first_columns(cache, min(longest + step + 1, T))
+        if step + 1 < steps:
+            filled = cache[:, :, :, : min(longest + step + 1, T)]
             hidden = policy.trunk(token[:, None], cache=filled, positions=position[:, None])[:, 0]
             position = (position + 1).clamp(max=T - 1)
-
-    # From one column a step to each row's own columns, and away with what was sampled after the end.
-    action = lengths[:, None] - 1 + torch.arange(max_new_tokens, device=lengths.device)  # (B, steps)
-    ended = (sampled.T == policy.config.eot).int()
-    inside = (ended.cumsum(1) == ended) & (action < T - 1)
-    at = inside.nonzero()[:, 0], action[inside]
-    tokens = F.pad(prompt_tokens, (0, T - longest))
-    mask = torch.zeros_like(tokens[:, 1:], dtype=torch.bool)
-    tokens[at[0], at[1] + 1], mask[at] = sampled.T[inside], True
-    logprobs, values = (logprobs.new_zeros(mask.shape).masked_scatter(mask, x.T[inside]) for x in (logprobs, values))
+    tokens, mask, logprobs, values = tokens[:, :T], mask[:, 1:T], logprobs[:, 1:T], values[:, 1:T]
     if policy.critic is not None:
-        values = evaluate_actions(policy, tokens, mask, temperature, entropy_grad=None)[1]
+        values = torch.zeros_like(values).masked_scatter(mask, policy.value_head(policy.critic(tokens[:, :-1], mask)))
     T = int(last_action(mask).max()) + 2  # cut the columns that no response has reached
     return tokens[:, :T], mask[:, : T - 1], logprobs[:, : T - 1], values[:, : T - 1]
 
@@ -570,13 +560,13 @@ class PPOConfig:
     kl_coef: float = option(0.1, "beta, the price of one nat of KL to the reference, paid in the reward", 0, 1e6)
     kl_target: float = option(6.0, "KL in nats that the adaptive beta steers to; needs a finite kl_horizon", 1e-6)
     kl_horizon: float = option(inf, "responses in which the adaptive beta changes by a fifth at most; inf: fixed beta", 1)
-    kl_loss_coef: float = option(0.0, "weight of a penalty on the KL per token in the loss; not on the scale of kl_coef", 0, 1e6)
+    kl_loss_coef: float = option(0.0, "weight of a penalty on the KL per token, in the loss, not in the reward", 0, 1e6)
     gamma: float = option(1.0, "discount per token", 0, 1)
     lam: float = option(1.0, "GAE's lambda: 0 trusts the value function, 1 the sampled return", 0, 1)
-    clip_eps: float = option(0.2, "the ratio counts only within 1 - clip_eps .. 1 + clip_eps; inf: no clipping", 0)
+    clip_eps: float = option(0.2, "the ratio pi / old counts only within 1 - clip_eps .. 1 + clip_eps; inf: no clipping", 0)
     value_clip: float = option(0.2, "the same for the step of a value away from its old one; inf: no clipping", 0)
     vf_coef: float = option(0.1, "weight of the value loss; on a shared trunk a large one disturbs the policy", 0)
-    entropy_coef: float = option(0.0, "weight of the entropy bonus", 0)
+    entropy_coef: float = option(0.0, "weight of a bonus for entropy, which keeps the policy from settling too early", 0)
     length_penalty: float = option(0.0, "taken off the score for each token of the response", 0, 1e6)
     missing_eos_penalty: float = option(1.0, "taken off the score of a response that does not end by itself", 0, 1e6)
     ref_update_every: int = option(0, "iterations after which the reference becomes a copy of the policy; 0: never", 0)
@@ -664,14 +654,12 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps)
     loss = -torch.min(ratio * advantages, clipped * advantages).mean()
-    with torch.no_grad():
-        stats = {
-            "policy_loss": loss.item(),
-            "approx_kl": (ratio - 1 - log_ratio).mean().item(),  # KL(old || pi) per token, k3
-            "clip_frac": ((ratio - 1).abs() > clip_eps).float().mean().item(),
-            "ratio_max": ratio.max().item(),
-        }
-    return loss, stats
+    return loss, {
+        "policy_loss": loss.item(),
+        "approx_kl": (ratio - 1 - log_ratio).mean().item(),  # KL(old || pi) per token, k3
+        "clip_frac": ((ratio - 1).abs() > clip_eps).float().mean().item(),
+        "ratio_max": ratio.max().item(),
+    }
 
 
 def value_loss(values, old_values, returns, mask, clip):
@@ -765,14 +753,14 @@ def write_file(path, contents):
 
 def read_file(path, kinds):
     """What write_file wrote, as a dict on the CPU; UserError unless it is whole and its "kind" is one of `kinds`."""
-    hint = f"train_{kinds[0]}.py makes it"
+    hint = "leave --resume out" if kinds[0] == "state" else f"train_{kinds[0]}.py makes it"
     if not Path(path).is_file():
         raise UserError(f"{path}: not found; {hint}")
     try:
         contents = torch.load(path, map_location="cpu", weights_only=True)  # a pickle that would run code is refused
         kind = contents["kind"]
     except Exception as error:  # torch.load raises many kinds of error at a damaged file
-        raise UserError(f"{path}: damaged, or no checkpoint ({type(error).__name__}); make it again")
+        raise UserError(f"{path}: damaged, or no checkpoint ({type(error).__name__}); {hint}")
     if kind not in kinds:
         raise UserError(f"{path}: holds {kind!r}, not {' or '.join(kinds)!r}; {hint}")
     return contents

@@ -82,7 +82,7 @@ def read_flags(doc, *settings, positional=""):
 
 def run_script(main):
     """Call main(). What the user can put right ends in one line and status 2, Ctrl-C in one line and status 130."""
-    for stream in (sys.stdin, sys.stdout):
+    for stream in filter(None, (sys.stdin, sys.stdout)):  # None: closed
         stream.reconfigure(errors="replace")  # what cannot be shown or read becomes a question mark instead of ending the run
     try:
         return main()

@@ -328,11 +328,26 @@ def tables(results):
         rows += [[f"{x['prompt']} **{x[kind].strip()}**" for kind in ("sft", "ppo")] + [f"{x[key]:.2f}" for key in ("score", "kl")]]
     out["reviews"] = table(["SFT model", "PPO", "score", "KL"], rows)
 
+    rows = []
+    for name in ("small", "medium", "default"):
+        if name in results["speed"]:
+            x = results["speed"][name]
+            ratios = [x["ratios"][key] for key in ("update", "iteration", "update, at peak", "iteration, at peak")]
+            seconds = [x["seconds"][phase] for phase in ("rollout", "scoring", "update")]
+            rows += [[name, *(f"{x:.2f}" for x in seconds), *(f"{x:.1f}" for x in ratios)]]
+    head = ["workload", "rollout, s", "scoring, s", "update, s", "update", "iteration", "update, at peak", "iteration, at peak"]
+    out["speed"] = table(head, rows)
+    rows = []
+    for what, (first, *_, last) in results["speed"]["growth"].items():
+        rows += [[what, f"{first['value']} to {last['value']}", f"{last['times_operations']:.1f}", f"{last['times_seconds']:.1f}"]]
+    out["growth"] = table(["doubled three times", "from and to", "times the operations", "times the seconds"], rows)
+
     columns = ("parameters", "four_models", "activations", "logits", "total", "total_checkpointed")
     rows = [[x["model"], f"{x['parameters'] / 1e6:,.0f} M", *(f"{x[name] / 1e9:.1f}" for name in columns[1:])]
             for x in results["memory"]["rows"]]  # fmt: skip
-    head = ["", "parameters", "the four models", "activations", "logits", "in all", "in all, `--grad_checkpoint`"]
-    out["memory"] = table(head, rows)
+    head = ["", "parameters", "the models", "activations", "logits", "in all", "in all, `--grad_checkpoint`"]
+    said = f"Measured, three iterations of {results['memory']['rows'][0]['model']} with random weights on the CPU:"
+    out["memory"] = table(head, rows) + f"\n\n{said} {results['memory']['measured'] / 1e9:.1f} GB."
     return out
 
 

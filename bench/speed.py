@@ -4,8 +4,8 @@
     python -m bench.speed small        one workload: small, medium, or default (the models of `make run`, in out/)
     python -m bench.speed small --profile    where the time of an iteration goes
 
-An iteration is what train_ppo.py does: its rollout(), the advantages, and ppo_update(). Two floors stand beside it, both for the
-same matrix products, counted by hand: each product done by itself at its own shape, and all of them at the rate of one large product.
+An iteration is what train_ppo.py does: its rollout(), the advantages, and ppo_update(). Two floors stand beside it, for the same
+matrix products, counted by hand: each product by itself, at its own shape; and all of them at the rate of one large product.
 """
 
 import argparse
@@ -57,7 +57,7 @@ class Workload:
         self.score = functools.partial(score_responses, self.reward_model, eot=policy.config.eot)
 
     def iteration(self):
-        """One iteration of train_ppo.py -> seconds of rollout, scoring and update; tokens and mask stay for counting."""
+        """One iteration of train_ppo.py -> seconds of rollout, scoring and update."""
         seconds, start = {}, time.perf_counter()
 
         def timed_generate(*args):
@@ -66,13 +66,12 @@ class Workload:
             return out
 
         train_ppo.generate = timed_generate
-        out = train_ppo.rollout(self.policy, self.ref, self.score, self.prompts, self.config)
-        tokens, mask, logprobs, values, scores, _, ref_logprobs = out
+        self.batch, scores, _ = train_ppo.rollout(self.policy, self.ref, self.score, self.prompts, self.config)
         seconds["scoring"], start = time.perf_counter() - start - seconds["rollout"], time.perf_counter()
-        rewards = kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, self.config.kl_coef)
-        advantages, returns = gae(rewards, values, mask, self.config.gamma, self.config.lam)
-        self.batch = {"tokens": tokens, "mask": mask, "logprobs": logprobs, "ref_logprobs": ref_logprobs, "values": values}
-        self.batch |= {"advantages": whiten(advantages, mask), "returns": returns}
+        batch, config = self.batch, self.config
+        rewards = kl_adjusted_rewards(scores, batch["logprobs"], batch["ref_logprobs"], batch["mask"], config.kl_coef)
+        advantages, batch["returns"] = gae(rewards, batch["values"], batch["mask"], config.gamma, config.lam)
+        batch["advantages"] = whiten(advantages, batch["mask"])
         ppo_update(self.policy, self.optimizer, self.batch, self.config)
         seconds["update"] = time.perf_counter() - start
         return seconds
@@ -129,12 +128,13 @@ def large_rate():
 
 
 def floors(products):
-    """Seconds that these products take: each by itself at its own shape, and all at the rate of a large one; and their number of operations."""
+    """Seconds of these products, each by itself at its own shape and all at the rate of a large one; and their operations."""
     alone = 0.0
     for times, matrices, m, k, n in products:
         a, b, out = torch.randn(matrices, m, k), torch.randn(matrices, k, n), torch.empty(matrices, m, n)
-        product = functools.partial(torch.bmm, a, b, out=out) if matrices > 1 else functools.partial(torch.mm, a[0], b[0], out=out[0])
-        alone += times * seconds_of(product)
+        if matrices == 1:  # mm is what a linear layer calls
+            a, b, out = a[0], b[0], out[0]
+        alone += times * seconds_of(functools.partial(torch.matmul, a, b, out=out))
     operations = sum(2 * times * matrices * m * k * n for times, matrices, m, k, n in products)
     return {"alone": alone, "at_peak": operations / large_rate(), "operations": operations}
 
@@ -163,7 +163,8 @@ def print_measured(name, x):
     for phase, seconds in x["seconds"].items():
         floor = [x["floor"][p] for p in x["floor"] if phase in (p, "iteration")]
         alone, peak = (sum(f[kind] for f in floor) for kind in ("alone", "at_peak"))
-        print(f"    {phase:<10}{seconds:8.3f} s   products alone {alone:.3f} s, {seconds / alone:.2f} x   at peak {peak:.3f} s, {seconds / peak:.2f} x")
+        print(f"    {phase:<10}{seconds:8.3f} s   {seconds / alone:.2f} x products alone ({alone:.3f} s)", end="")
+        print(f"   {seconds / peak:.2f} x the same at peak ({peak:.3f} s)")
 
 
 def decoding():
@@ -197,8 +198,9 @@ def growth():
             seconds = seconds_of(lambda work=work: work.iteration(), 3)
             operations = sum(2 * t * b * m * k * n for products in work.products().values() for t, b, m, k, n in products)
             rows.append({"value": change[next(iter(change))], "seconds": seconds, "operations": operations})
-        first = rows[0]
-        out[what] = [row | {"times": row["seconds"] / first["seconds"], "times_operations": row["operations"] / first["operations"]} for row in rows]
+        for row in rows:
+            row |= {f"times_{name}": row[name] / rows[0][name] for name in ("seconds", "operations")}
+        out[what] = rows
     return out
 
 
@@ -235,10 +237,10 @@ def main():
     if args.workload:
         return None
     result |= {"decoding": decoding(), "growth": growth(), "gflops": large_rate() / 1e9, "threads": torch.get_num_threads()}
-    print("\nsampling alone:", ", ".join(f"batch {b}: {x['tokens_per_second']:,.0f} tokens/s" for b, x in result["decoding"].items()))
+    print("\nsampling alone, tokens/s:", {f"batch {b}": round(x["tokens_per_second"]) for b, x in result["decoding"].items()})
     for what, rows in result["growth"].items():
         print(f"{what:>10}: " + ", ".join(f"{row['value']}: {row['seconds']:.3f} s" for row in rows))
-        print(f"{'':>12}" + ", ".join(f"{row['times']:.1f} x for {row['times_operations']:.1f} x the work" for row in rows))
+        print(f"{'':>12}" + ", ".join(f"{row['times_seconds']:.1f} x for {row['times_operations']:.1f} x the work" for row in rows))
     print("peak memory, MB:", {f"{n} iterations": round(mb) for n, mb in result["peak_memory"].items()})
     path = ROOT / "bench" / "results.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"speed": result}, indent=1) + "\n")

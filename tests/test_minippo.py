@@ -493,6 +493,24 @@ def test_decoding_with_a_cache_gives_the_logprobs_that_scoring_the_whole_rows_gi
     assert not logprobs[~mask].any() and not values[~mask].any()
 
 
+def test_hidden_states_that_are_read_are_the_same_when_the_others_are_left_out():
+    policy = tiny_gpt().with_critic(tiny_reward_model())
+    tokens, read = torch.randint(EOT + 1, (4, 9)), torch.rand(4, 9) < 0.4
+    for some, whole in zip(policy.hidden(tokens, read), policy.hidden(tokens), strict=True):
+        assert_equal(some, whole[read])
+
+
+def test_the_vocabulary_head_sees_no_prompt_and_no_padding():
+    policy, seen = tiny_gpt(), []
+    policy.lm_head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape))
+    prompts = [[1] * 9, [2], [3] * 4]
+    tokens, mask, *_ = generate(policy, prompts, 5)
+    assert all(rows <= len(prompts) for rows, _ in seen) and len(seen) <= 5
+    seen.clear()
+    evaluate_actions(policy, tokens, mask)
+    assert seen == [(int(mask.sum()), 8)]
+
+
 def test_the_values_of_a_rollout_come_from_the_separate_critic_where_there_is_one():
     policy = tiny_gpt().with_critic(tiny_reward_model())
     tokens, mask, _, values = generate(policy, PROMPTS, 5)

@@ -25,7 +25,7 @@ def numbers_in(x):
     return [float(x)] if isinstance(x, (int, float)) else []
 
 
-TABLES = ["systems", "seeds", "ablations", "no_penalty", "hacked", "real", "reviews", "memory"]
+TABLES = ["systems", "seeds", "ablations", "no_penalty", "hacked", "real", "reviews", "memory", "speed", "growth"]
 
 
 @pytest.mark.parametrize("name", TABLES)

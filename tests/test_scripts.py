@@ -309,10 +309,12 @@ def test_rollouts_in_pieces_are_those_of_the_whole_batch(monkeypatch):
         return minippo.score_responses(scorer, tokens, mask, EOT)
 
     monkeypatch.setattr(train_ppo, "generate", replay)
-    whole, pieces = (train_ppo.rollout(policy, ref, score, prompts, minippo.PPOConfig(rollout_batch=n)) for n in (0, 2))
-    for a, b in zip(whole, pieces, strict=True):
+    runs = [train_ppo.rollout(policy, ref, score, prompts, minippo.PPOConfig(rollout_batch=n)) for n in (0, 2)]
+    (whole, *more), (pieces, *their_more) = runs
+    for a, b in zip([*whole.values(), *more], [*pieces.values(), *their_more], strict=True):
+        assert len(b) == 5
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-    assert [len(x) for x in pieces] == [5] * 7 and pieces[1].any(1).all()
+    assert list(whole) == list(pieces) == ["tokens", "mask", "logprobs", "values", "ref_logprobs"] and pieces["mask"].any(1).all()
 
 
 REWARDS = """

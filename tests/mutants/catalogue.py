@@ -178,14 +178,14 @@ MUTANTS = [
     # Sampling
     Mutant(
         "first token drawn after the padding",
-        [("column == lengths[:, None] - 1, first", "column == 0 * lengths[:, None] + longest - 1, first")],
+        [("column == lengths[:, None] - 1, cache", "column == 0 * lengths[:, None] + longest - 1, cache")],
         "trl #469: padded prompts in batched generation",
         "short prompts in a batch are answered as if they ended in padding",
         UNIT + "decoding_with_a_cache_gives_the_logprobs_that_scoring_the_whole_rows_gives",
     ),
     Mutant(
         "values of the rollout one action early",
-        [("values[step, rows] =", "values[max(step - 1, 0), rows] =")],
+        [("logprobs[at], values[at] =", "logprobs[at], values[rows, at[1] - 1] =")],
         "common, where each script shifts the values by hand",
         "the advantage of a token is measured against what was expected one token later",
         UNIT + "decoding_with_a_cache_gives_the_logprobs_that_scoring_the_whole_rows_gives",
@@ -300,7 +300,8 @@ MUTANTS = [
     ),
     Mutant(
         "returns from whitened advantages",
-        [('"returns": returns}', '"returns": whiten(advantages, mask) + values}')],
+        [('batch["advantages"] = whiten(advantages, batch["mask"])',
+          'batch["advantages"] = a = whiten(advantages, batch["mask"]); batch["returns"] = a + batch["values"]')],  # fmt: skip
         "common: whiten first, then returns = advantages + values",
         "the values chase a target of mean V and spread 1, whatever the reward",
         SCRIPTS + "ppo_trains_on_what_the_definitions_say",
