@@ -324,6 +324,7 @@ def score(prompts, responses):
     return [float("bee" in response) for response in responses]
 few = lambda prompts, responses: [1.0]
 odd = lambda prompts, responses: [float("nan") for _ in prompts]
+words = lambda prompts, responses: ["good" for _ in prompts]
 """
 
 
@@ -349,7 +350,7 @@ def test_any_function_of_prompts_and_responses_serves_as_reward(chain, data, tmp
 
 @pytest.mark.parametrize("reward, says", [
     ("rewards", "module:function"), ("rewards:none", "module:function"), ("nothing:score", "nothing"), (":", "module:function"),
-    ("rewards:few", "8 finite numbers"), ("rewards:odd", "8 finite numbers"),
+    ("rewards:few", "8 finite numbers"), ("rewards:odd", "8 finite numbers"), ("rewards:words", "8 finite numbers"),
 ])  # fmt: skip
 def test_a_reward_that_is_no_function_or_gives_no_numbers_is_refused(chain, data, tmp_path, rewards, reward, says):
     flags = ["--data", data, "--out", tmp_path, "--models", chain, *PPO]
@@ -380,6 +381,25 @@ def test_the_sampler_reads_prompts_from_the_standard_input_and_takes_an_sft_chec
     status, printed, error = run("sample.py", chain / "sft.pt", "--top_k", 1, stdin=f"{QUESTION}\nWhere do bees live?\n")
     assert status == 0 and error == "" and printed.startswith(QUESTION + "\n") and "\nWhere do bees live?\n" in printed
     assert run("sample.py", chain / "sft.pt", QUESTION, "Where do bees live?", "--top_k", 1, "--seed", 5)[1] == printed
+
+
+def test_a_sampler_without_a_standard_input_answers_the_prompts_of_the_command_line(chain):
+    done = subprocess.run(["sh", "-c", '"$@" <&-', "-", *command("sample.py", chain / "sft.pt", QUESTION)], cwd=ROOT,
+                          env=ONE_THREAD, capture_output=True, encoding="utf-8", timeout=120)  # fmt: skip
+    assert done.returncode == 0 and done.stdout.startswith(QUESTION) and done.stderr == ""
+
+
+@pytest.mark.parametrize("name, error, says", [
+    ("logprobs", 0.1, "a ratio"), ("logprobs", math.nan, "a ratio"), ("ref_logprobs", 0.1, "nats"),
+])  # fmt: skip
+def test_a_sampler_or_a_reference_that_is_off_before_the_first_update_is_refused(name, error, says):
+    policy = tiny_gpt()
+    tokens, mask, logprobs, _ = minippo.generate(policy, [[1], [2, 3]], 4)
+    batch = {"tokens": tokens, "mask": mask, "logprobs": logprobs, "ref_logprobs": logprobs.clone()}
+    train_ppo.check_start(policy, batch, minippo.PPOConfig(), 1e-3)
+    batch[name] = batch[name] + error
+    with pytest.raises(minippo.UserError, match=says):
+        train_ppo.check_start(policy, batch, minippo.PPOConfig(), 1e-3)
 
 
 def test_flags_may_stand_between_the_checkpoint_and_the_prompts(chain):
