@@ -117,7 +117,7 @@ def measure(batch, scores, ended, kl_coef):
     mask = batch["mask"]
     kl, kl_k3 = kl_per_response(batch["logprobs"], batch["ref_logprobs"], mask)
     score, mean, error = scores.mean().item(), kl.mean().item(), kl.std(correction=0).item() / math.sqrt(len(kl))
-    if len(kl) > 1 and mean < -4 * error - 1e-4:
+    if len(kl) >= 16 and mean < -4 * error - 1e-4:  # the error of a few responses is not to be relied on
         print(f"warning: KL {mean:.3f} ± {error:.3f} is below 0: sampling and scoring disagree")
     return {
         "score": score, "kl": mean, "kl_k3": kl_k3.mean().item(), "kl_coef": kl_coef, "rlhf_reward": score - kl_coef * mean,

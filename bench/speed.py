@@ -184,7 +184,7 @@ GROWTH = {
     "batch": [{"batch": 16 * 2**i} for i in range(4)],
     "response": [{"new": 12 * 2**i} for i in range(4)],
     "layers": [{"layers": 2**i} for i in range(4)],
-    "channels": [{"channels": 64 * 2**i} for i in range(4)],
+    "channels": [{"channels": 32 * 2**i} for i in range(4)],
 }
 
 
@@ -229,7 +229,7 @@ def main():
     result = {"peak_memory": peak_memory()} if not args.workload else {}  # first: the peak of a process only ever rises
     for name in [args.workload] if args.workload else ["small", "medium", "default"]:
         try:
-            result[name] = measure(name, repeats=3 if name == "medium" else 7)
+            result[name] = measure(name, repeats=3 if name == "medium" else 5)
         except UserError as error:
             print(f"{name}: left out ({error})", file=sys.stderr)
             continue

@@ -53,7 +53,7 @@ def test_memory_is_what_was_predicted_within_a_fifth():
 
 def test_every_measured_number_in_the_text_about_the_results_is_among_the_results():
     text = README.split("## Results\n")[1].split("## An accident")[0]
-    for name in TABLES:
+    for name in set(TABLES) - {"memory"}:  # which stands elsewhere
         text = splice(text, name, "")
     known = numbers_in({**RESULTS, "make_run": []})
     for number in re.findall(r"(?<![\w.])-?\d+\.\d{2,}", text):

@@ -402,6 +402,17 @@ def test_a_sampler_or_a_reference_that_is_off_before_the_first_update_is_refused
         train_ppo.check_start(policy, batch, minippo.PPOConfig(), 1e-3)
 
 
+def test_a_kl_below_0_by_more_than_chance_is_called_a_bug(capsys):
+    for rows, level, warned in ((32, -0.5, True), (32, 0.5, False), (4, -0.5, False)):
+        kl = level + torch.linspace(-1, 1, rows)[:, None]
+        batch = {"mask": torch.ones(rows, 1, dtype=torch.bool), "logprobs": kl, "ref_logprobs": torch.zeros(rows, 1)}
+        batch |= {"values": kl, "returns": kl}
+        metrics, per_response = train_ppo.measure(batch, torch.ones(rows), torch.ones(rows), kl_coef=0.5)
+        assert ("below 0" in capsys.readouterr().out) == warned
+        assert metrics["kl"] == pytest.approx(level, abs=1e-6) and metrics["rlhf_reward"] == pytest.approx(1 - 0.5 * level)
+        assert_equal(per_response, kl[:, 0], 0)
+
+
 def test_flags_may_stand_between_the_checkpoint_and_the_prompts(chain):
     last, between = ([chain / "sft.pt", QUESTION, "--n", 2], [chain / "sft.pt", "--n", 2, QUESTION])
     assert run("sample.py", *between) == run("sample.py", *last)
