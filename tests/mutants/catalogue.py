@@ -84,7 +84,7 @@ MUTANTS = [
     ),
     Mutant(
         "score read at the last column",
-        [("== lengths[:, None] - 1  # (B, T), once", "== 0 * lengths[:, None] + lengths.max() - 1  # (B, T), once")],
+        [("== lengths[:, None] - 1  # (B, T), once", "== 0 * lengths[:, None] + tokens.shape[1] - 1  # (B, T), once")],
         "trl #2778: padding on one side, the reward read on the other; gpt-neox #1285",
         "the reward model judges the padding, and a score depends on the longest neighbour",
         UNIT + "a_score_is_read_at_the_last_token_and_sees_all_before_it",
