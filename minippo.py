@@ -15,7 +15,8 @@ SFT model. KL(pi || ref) = E[log pi(y | x) - log ref(y | x)] says how far the po
 natural logarithms); beta is the price of a nat. Four networks take part: the policy (trained), a value function (trained,
 by default a second head on the policy), the reward model (frozen) and the reference (frozen).
 
-Shapes: B rows of a batch, T positions, C channels, H heads, V vocabulary, N response tokens of a whole batch.
+Shapes: B rows of a batch, T positions, C channels, H heads, V vocabulary, N tokens of a whole batch that
+count, one after another: its responses, or the positions that somebody reads.
 
 One convention holds everywhere. A row is prompt, response, padding; it starts at column 0, so that causal attention
 never sees the padding and no attention mask is needed. Choosing token t + 1 is the action taken in the state "tokens
@@ -458,7 +459,8 @@ def last_action(mask):
 def draw(logits, u, top_k=0):
     """A token for each row from softmax(logits), or with top_k > 0 from its top_k likeliest: (B, V) -> (B,).
 
-    u (B,): numbers from 0 to 1. The token is the one in whose share of the probability u falls (inverse transform sampling).
+    u (B,): random numbers from 0 to 1. The token is the one in whose share of the probability u falls (inverse transform
+    sampling; torch.multinomial would draw V numbers a row).
     """
     if top_k:
         kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
@@ -482,7 +484,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, top_k=0):
     B, longest = prompt_tokens.shape
     steps = min(max_new_tokens, policy.config.context - int(lengths.min()))
     T = min(longest + steps, policy.config.context)
-    u = torch.rand(steps, B, device=lengths.device)
+    u = torch.rand(steps, B, device=lengths.device)  # drawn at once, so that no row depends on when others end
     tokens = F.pad(prompt_tokens, (0, T + 1 - longest))  # one column too many: rows that have ended write there
     mask = torch.zeros_like(tokens, dtype=torch.bool)
     logprobs, values = policy.lm_head.weight.new_zeros(2, B, T + 1)
@@ -541,7 +543,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #
 # The loop of train_ppo.py calls what is defined here in this order:
 #
-#     generate -> score_responses -> evaluate_actions (policy and reference) -> kl_adjusted_rewards -> gae -> whiten -> ppo_update
+#     generate -> score_responses -> evaluate_actions (reference) -> kl_adjusted_rewards -> gae -> whiten -> ppo_update
 
 
 @dataclass

@@ -103,7 +103,7 @@ def peak_of(script, *flags):
 
 
 def measure():
-    """Three PPO iterations of four responses on the CPU, by the scripts -> peak memory of the third, in bytes."""
+    """Three PPO iterations of four responses on the CPU, by the scripts -> peak memory of train_ppo.py, in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         run_python(f"write_folder(Path({str(folder)!r}))")

@@ -312,7 +312,12 @@ def tables(results):
     for x in results["hacked"]:
         rows += [[f"{x['prompt']} **{x['response'].strip()}**", *(f"{x[key]:.2f}" for key in names)]]
     out["hacked"] = table(["prompt and response", *names], rows)
+    return out | other_tables(results)
 
+
+def other_tables(results):
+    """The same from what bench.real, bench.speed and bench.memory have measured."""
+    out = {}
     names, rows = {"reviews": "film reviews", "dialogues": "dialogues"}, []
     for name, x in results["real"].items():
         sft, rm, ppo = (x["report"][part] for part in ("sft", "rm", "ppo"))

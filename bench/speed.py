@@ -102,8 +102,8 @@ class Workload:
                 yield from ((times, matrices, m, k, n), (times, matrices, m, n, k), (times, matrices, k, m, n))
 
         steps = self.config.epochs * self.config.minibatches
-        size = self.config.minibatches
-        update = with_backward(forward(B // size, read // size, tokens // size, c.vocab_size))
+        parts = self.config.minibatches
+        update = with_backward(forward(B // parts, read // parts, tokens // parts, c.vocab_size))
         return {
             "rollout": list(forward(B, read, tokens, c.vocab_size)),
             "scoring": [*forward(B, read, B, 0), *forward(B, read, tokens, c.vocab_size)],
@@ -169,12 +169,9 @@ def print_measured(name, x):
 
 def decoding():
     """Tokens per second of sampling alone, by batch size."""
-    out = {}
+    policy, out = Workload("small").policy, {}
     for batch in (1, 16, 64, 256):
-        work = Workload("small", {"batch": batch, "prompt": (16, 16)}.items()) if batch >= 4 else None
-        policy = (work or Workload("small")).policy
-        prompts = work.prompts if work else [[1] * 16]
-        seconds = seconds_of(lambda policy=policy, prompts=prompts: generate(policy, prompts, 48), 3)
+        seconds = seconds_of(functools.partial(generate, policy, [[1] * 16] * batch, 48), 3)
         out[batch] = {"tokens_per_second": batch * 48 / seconds, "ms_per_step": seconds / 48 * 1e3}
     return out
 
