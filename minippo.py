@@ -15,8 +15,8 @@ SFT model. KL(pi || ref) = E[log pi(y | x) - log ref(y | x)] says how far the po
 natural logarithms); beta is the price of a nat. Four networks take part: the policy (trained), a value function (trained,
 by default a second head on the policy), the reward model (frozen) and the reference (frozen).
 
-Shapes: B rows of a batch, T positions, C channels, H heads, V vocabulary, N tokens of a whole batch that
-count, one after another: its responses, or the positions that somebody reads.
+Shapes: B rows of a batch, T positions, C channels, H heads, V vocabulary, N tokens of a whole batch one after
+another: those of its responses, or those that have to be worked out.
 
 One convention holds everywhere. A row is prompt, response, padding; it starts at column 0, so that causal attention
 never sees the padding and no attention mask is needed. Choosing token t + 1 is the action taken in the state "tokens
@@ -174,22 +174,26 @@ def load_jsonl(path, keys):
 def pad(sequences, device="cpu"):
     """Lists of ids -> tokens (B, T), every row from column 0 and padded on the right, and lengths (B,)."""
     lengths = torch.tensor([len(ids) for ids in sequences])
-    tokens = torch.zeros(len(sequences), int(lengths.max()), dtype=torch.long)
-    for row, ids in zip(tokens, sequences):
-        row[: len(ids)] = torch.tensor(ids)
-    return tokens.to(device), lengths.to(device)
+    longest = int(lengths.max())
+    tokens = torch.tensor([ids + [0] * (longest - len(ids)) for ids in sequences])
+    if torch.device(device).type == "cuda":  # from pinned memory the copy goes on while the program does
+        tokens, lengths = tokens.pin_memory(), lengths.pin_memory()
+    return tokens.to(device, non_blocking=True), lengths.to(device, non_blocking=True)
 
 
-def by_length(function, sequences, size, device="cpu"):
+def by_length(function, sequences, size, device="cpu", together=1):
     """function(row numbers, tokens, lengths) -> (rows, ...), called on pieces of `size` sequences; results in their order.
 
-    The pieces hold rows of similar length, which need little padding: much cheaper than all rows at once. The numbers tell the
-    function which sequences it has before it.
+    The pieces hold rows of similar length, which need little padding, sorted so that rows that begin alike are neighbours
+    (section 2 says why). The row numbers tell the function which sequences it has before it. So many sequences that follow one
+    another, `together`, stay in one piece; `size` is a multiple of it.
     """
-    order = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
-    pieces = [order[i : i + size] for i in range(0, len(order), size)]
+    groups = [range(i, i + together) for i in range(0, len(sequences), together)]
+    groups.sort(key=lambda group: max(len(sequences[i]) for i in group))
+    order = [i for group in groups for i in group]
+    pieces = [sorted(order[i : i + size], key=sequences.__getitem__) for i in range(0, len(order), size)]
     results = [function(rows, *pad([sequences[i] for i in rows], device)) for rows in pieces]
-    return torch.cat(results)[torch.tensor(order).argsort()]
+    return torch.cat(results)[torch.tensor(sum(pieces, [])).argsort()]
 
 
 def response_mask(prompt_lengths, lengths, columns):
@@ -203,6 +207,10 @@ def response_mask(prompt_lengths, lengths, columns):
 #
 # A GPT-2 (Radford et al. 2019): learned positions, pre-norm blocks, GELU, a vocabulary head that shares its weights with
 # the token embedding. The policy adds a value head, one number per position; the reward model has a score head instead.
+#
+# Rows of a batch differ in length, and they often begin alike: two answers to one prompt, two questions that open with the same
+# words. Where rows are alike from their first token on, so is all that a causal network computes. Inside a trunk the tokens of a
+# batch are therefore one list of N, without padding and without such repeats; attention alone lays them out in rows.
 
 
 @dataclass
@@ -224,10 +232,24 @@ class GPTConfig:
         return self.vocab_size - 1
 
 
-class Attention(nn.Module):
-    """Causal self-attention of several heads: every position reads from itself and from those before it.
+def distinct(tokens, used):
+    """What has to be worked out: the places that are used, without the beginnings that a row shares with the row above.
 
-    cache, positions and visible are for sampling (section 4); training and scoring leave them out.
+    tokens, used (B, T); used is true up to some column of each row, and false from there on -> first (N,), where each of the N
+    tokens to work out stands, among the B x T places; spread (B, T), which of the N stands at each place that is used.
+    """
+    repeats = torch.zeros_like(used)
+    repeats[1:] = ((tokens[1:] == tokens[:-1]) & used[:-1]).cumprod(1)
+    new = used & ~repeats
+    number = new.flatten().cumsum(0).view(new.shape) - 1
+    return new.flatten().nonzero().squeeze(1), (new * number).cummax(0).values  # down a column, the last new one counts
+
+
+class Attention(nn.Module):
+    """Causal self-attention of several heads: every position reads from itself and from those before it. (N, C) -> (N, C)
+
+    positions (B, T) are the columns of a batch laid out in rows; first and spread as in distinct(), None when N = B x T.
+    cache and visible are for sampling (section 4).
     """
 
     def __init__(self, config):
@@ -236,9 +258,11 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.channels, 3 * config.channels)
         self.out = nn.Linear(config.channels, config.channels)
 
-    def forward(self, x, cache=None, positions=None, visible=None):
-        B, T, C = x.shape
-        q, k, v = self.qkv(x).view(B, T, 3, self.heads, C // self.heads).unbind(2)  # (B, T, H, C/H) each
+    def forward(self, x, positions, first=None, spread=None, cache=None, visible=None):
+        (B, T), C = positions.shape, x.shape[-1]
+        qkv = self.qkv(x)  # (N, 3C)
+        qkv = qkv if spread is None else qkv.index_select(0, spread.flatten())  # (B x T, 3C)
+        q, k, v = qkv.view(B, T, 3, self.heads, C // self.heads).unbind(2)  # (B, T, H, C/H) each
         if cache is not None:  # decoding: keep k and v at their columns, attend to all columns kept so far
             rows = torch.arange(B, device=x.device)[:, None]
             for kept, new in zip(cache, (k, v)):
@@ -248,11 +272,12 @@ class Attention(nn.Module):
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
             attn_mask=visible, is_causal=visible is None, dropout_p=self.dropout if self.training else 0.0,
         )  # (B, H, T, C/H)
-        return self.out(y.transpose(1, 2).reshape(B, T, C))
+        y = y.transpose(1, 2).reshape(B * T, C)
+        return self.out(y if first is None else y.index_select(0, first))  # (N, C)
 
 
 class Block(nn.Module):
-    """x + attention, then x + MLP, each reading a normalised x (pre-norm). decoding: cache, positions and visible of Attention."""
+    """x + attention, then x + MLP, each reading a normalised x (pre-norm): (N, C) -> (N, C), or only those `wanted`."""
 
     def __init__(self, config):
         super().__init__()
@@ -261,9 +286,9 @@ class Block(nn.Module):
         self.norm2, self.mlp = nn.LayerNorm(C), nn.Sequential(nn.Linear(C, 4 * C), nn.GELU("tanh"), nn.Linear(4 * C, C))
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, read=None, **decoding):
-        x = x + self.dropout(self.attention(self.norm1(x), **decoding))
-        x = x if read is None else x[read]  # attention was the last to need the other positions: spare them the MLP
+    def forward(self, x, wanted, **where):
+        x = x + self.dropout(self.attention(self.norm1(x), **where))
+        x = x if wanted is None else x.index_select(0, wanted)  # attention was the last to need the rest: spare it the MLP
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
@@ -294,31 +319,38 @@ class Trunk(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, tokens, read=None, cache=None, positions=None):
-        """With `read` (B, T), the hidden states (N, C) where it is true, row after row; the others are not worked out.
+        """With `read` (B, T), only the hidden states where it is true, row after row: (number of those, C).
 
         With a cache, `positions` (B, T) says at which column each token stands; without, 0, 1, 2, ...
         """
-        visible = None
+        visible = first = spread = wanted = None
         if cache is None:
-            positions, cache = torch.arange(tokens.shape[1], device=tokens.device), [None] * len(self.blocks)
+            positions, cache = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens), [None] * len(self.blocks)
         else:  # each row has its own length: it sees the columns up to its own position, whatever lies beyond
-            columns = torch.arange(cache.shape[3], device=tokens.device)
+            columns = torch.arange(cache[0].shape[2], device=tokens.device)
             visible = columns <= positions[:, None, :, None]  # (B, 1, T, columns), the same for all heads
-        x = self.dropout(self.tokens(tokens) + self.positions(positions))  # (B, T, C)
+        ids, places = tokens.flatten(), positions.flatten()
+        if read is not None:
+            used = read.flip(1).cumsum(1).flip(1) > 0  # in each row, all up to the last that is read; then there is padding
+            first, spread = distinct(tokens, used)
+            ids, places, wanted = ids[first], places[first], spread[read]
+        x = self.dropout(self.tokens(ids) + self.positions(places))  # (N, C)
+        where = {"positions": positions, "first": first, "spread": spread, "visible": visible}
         with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
             for block, kept in zip(self.blocks, cache):
-                wanted = read if block is self.blocks[-1] else None
+                last = wanted if block is self.blocks[-1] else None
                 if self.checkpointing and torch.is_grad_enabled():
-                    x = checkpoint(block, x, wanted, use_reentrant=False)
+                    x = checkpoint(block, x, last, use_reentrant=False, **where)
                 else:
-                    x = block(x, wanted, cache=kept, positions=positions, visible=visible)
-        return self.norm(x)
+                    x = block(x, last, cache=kept, **where)
+        x = self.norm(x)
+        return x if read is not None else x.view(*tokens.shape, -1)
 
     def new_cache(self, rows, columns):
-        """Keys and values, (layers, 2, rows, columns, H, C/H): filled while decoding, so that nothing is read twice."""
+        """Keys and values of each layer, (2, rows, columns, H, C/H): filled while decoding, so that nothing is read twice."""
         weight, heads = self.tokens.weight, self.blocks[0].attention.heads
-        shape = (len(self.blocks), 2, rows, columns, heads, weight.shape[1] // heads)
-        return torch.zeros(shape, dtype=self.autocast or weight.dtype, device=weight.device)
+        shape = (2, rows, columns, heads, weight.shape[1] // heads)
+        return [torch.zeros(shape, dtype=self.autocast or weight.dtype, device=weight.device) for _ in self.blocks]
 
 
 class GPT(nn.Module):
@@ -422,12 +454,12 @@ def whiten(x, mask):
     return torch.where(mask, whitened, 0.0)
 
 
-def evaluate_actions(policy, tokens, mask, temperature=1.0, entropy_grad=True):
+def evaluate_actions(policy, tokens, mask, temperature=1.0, with_entropy=True):
     """What the policy thinks of the actions taken. The one place where states and actions are shifted against each other.
 
     tokens (B, T), mask (B, T-1) -> logprobs, values, entropy, (B, T-1) each and 0 outside the mask. `logprobs` and
     `entropy` (both in nats) are those of softmax(logits / temperature), the distribution that `generate` samples from.
-    entropy_grad=False saves the memory of a gradient through the entropy, several times N x V numbers; None leaves it at 0.
+    with_entropy=False leaves the entropy at 0: it takes a few passes over N x V numbers, and as many to keep for its gradient.
     """
     states, actions = tokens[:, :-1], tokens[:, 1:]
     # Hidden states and vocabulary logits for response tokens only: V is far wider than C, and prompts and padding need none.
@@ -437,9 +469,8 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0, entropy_grad=True):
     logprobs = gather_logprobs(logits, actions[mask])  # (N,)
     values = policy.value_head(value_hidden).squeeze(-1)  # (N,)
     entropy = torch.zeros_like(values)
-    if entropy_grad is not None:
-        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_grad):
-            entropy = torch.logsumexp(logits, -1) - (logits.softmax(-1) * logits).sum(-1)  # (N,): H = log Z - E[logit]
+    if with_entropy:
+        entropy = torch.logsumexp(logits, -1) - (logits.softmax(-1) * logits).sum(-1)  # (N,): H = log Z - E[logit]
     blank = logits.new_zeros(mask.shape)
     return [blank.masked_scatter(mask, x) for x in (logprobs, values, entropy)]
 
@@ -469,14 +500,39 @@ def draw(logits, u, top_k=0):
     return torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True).clamp(max=logits.shape[-1] - 1).squeeze(1)
 
 
+def captured(function, *inputs):
+    """The same function of tensors shaped like `inputs`, as a CUDA graph: the GPU has a copy of the work and is told to redo it.
+
+    A step of decoding is some hundred small kernels, and to launch one from Python takes longer than to run it. The result stands
+    in the same memory after every call: it has to be used before the next.
+    """
+    held = [x.clone() for x in inputs]
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):  # a first call sets libraries up, which must not become part of the graph
+        function(*held)
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = function(*held)
+
+    def replay(*inputs):
+        for mine, new in zip(held, inputs):
+            mine.copy_(new)
+        graph.replay()
+        return result
+
+    return replay
+
+
 @torch.no_grad()
-def generate(policy, prompts, max_new_tokens, temperature=1.0, top_k=0):
+def generate(policy, prompts, max_new_tokens, temperature=1.0, top_k=0, cuda_graph=False):
     """Sample one response to each prompt, until end-of-text, max_new_tokens, or the end of the context.
 
     prompts: B non-empty lists of ids, each shorter than the context (else ValueError). Returns tokens (B, T), and (B, T-1) each:
     mask, the log-probability of each sampled token (of the full distribution, in nats) and the value before it, 0 outside the mask.
     top_k > 0 samples among so many likeliest tokens only. That is for reading what a finished model writes: PPO needs
-    samples of the full distribution, which is the one that it scores.
+    samples of the full distribution, which is the one that it scores. cuda_graph=True is faster on a GPU, see captured().
     """
     if not all(0 < len(prompt) < policy.config.context for prompt in prompts):
         raise ValueError(f"a prompt must have between 1 and {policy.config.context - 1} tokens (the context less one)")
@@ -494,7 +550,14 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, top_k=0):
     position = lengths  # the column that each row writes next
     cache = policy.trunk.new_cache(B, T)
     column = torch.arange(longest, device=lengths.device)
-    hidden = policy.trunk(prompt_tokens, column == lengths[:, None] - 1, cache[:, :, :, :longest], column.expand(B, -1))
+    prefix = [kept[:, :, :longest] for kept in cache]
+    hidden = policy.trunk(prompt_tokens, column == lengths[:, None] - 1, prefix, column.expand(B, -1))
+
+    def decode(token, position):  # (R,), (R,) -> (R, C)
+        filled = [kept[:, :, :width] for kept in cache]
+        return policy.trunk(token[:, None], cache=filled, positions=position[:, None])[:, 0]
+
+    advance = None
     for step in range(steps):  # hidden (R, C): after the last token of each row
         logits = policy.lm_head(hidden) / temperature  # (R, V)
         token = draw(logits, u[step, rows], top_k)  # (R,)
@@ -505,12 +568,14 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, top_k=0):
         # Rows that have ended are carried along until they are the majority; then all of them are dropped.
         alive = alive & (token != policy.config.eot) & (position + 1 < T)
         if step % 4 == 3 and 2 * (left := int(alive.sum())) < len(rows):  # to look makes a GPU wait, so not at every step
-            rows, token, position, cache, alive = rows[alive], token[alive], position[alive], cache[:, :, alive], alive[alive]
+            cache, advance = [kept[:, alive] for kept in cache], None  # a graph is bound to its shapes and its cache
+            rows, token, position, alive = rows[alive], token[alive], position[alive], alive[alive]
             if not left:
                 break
         if step + 1 < steps:
-            filled = cache[:, :, :, : min(longest + step + 1, T)]
-            hidden = policy.trunk(token[:, None], cache=filled, positions=position[:, None])[:, 0]
+            width = T if cuda_graph else min(longest + step + 1, T)  # the columns filled so far; a graph takes them all
+            advance = advance or (captured(decode, token, position) if cuda_graph else decode)
+            hidden = advance(token, position)
             position = (position + 1).clamp(max=T - 1)
     tokens, mask, logprobs, values = tokens[:, :T], mask[:, 1:T], logprobs[:, 1:T], values[:, 1:T]
     if policy.critic is not None:
@@ -557,6 +622,7 @@ class PPOConfig:
     max_grad_norm: float = option(1.0, "longer gradients are scaled down to this norm", 0)
     epochs: int = option(1, "passes over each batch of responses", 1)
     minibatches: int = option(4, "gradient steps per pass", 1)
+    cuda_graph: bool = option(False, "sample faster on a GPU: record the kernels of a decoding step once and replay them")
     rollout_batch: int = option(0, "responses sampled and scored at once; 0: all of them", 0)
     micro_batch: int = option(0, "responses in memory at once in a gradient step; 0: all of its minibatch", 0)
     kl_coef: float = option(0.1, "beta, the price of one nat of KL to the reference, paid in the reward", 0, 1e6)
@@ -698,14 +764,14 @@ def ppo_loss(policy, batch, config):
     columns = int(last_action(batch["mask"]).max()) + 1  # cut to the longest row
     old = {name: x[:, :columns] for name, x in batch.items() if name != "tokens"}
     tokens, mask = batch["tokens"][:, : columns + 1], old["mask"]
-    logprobs, values, entropy = evaluate_actions(policy, tokens, mask, config.temperature, entropy_grad=config.entropy_coef > 0)
+    logprobs, values, entropy = evaluate_actions(policy, tokens, mask, config.temperature, config.entropy_coef > 0)
     actor, actor_stats = policy_loss(logprobs, old["logprobs"], old["advantages"], mask, config.clip_eps)
     critic, critic_stats = value_loss(values, old["values"], old["returns"], mask, config.value_clip)
     # k2 = (log pi - log ref)^2 / 2: averaged over samples of pi its gradient is that of the KL; k1's is 0
     kl_loss = masked_mean(0.5 * (logprobs - old["ref_logprobs"]) ** 2, mask)
     entropy = masked_mean(entropy, mask)
     loss = actor + config.vf_coef * critic - config.entropy_coef * entropy + config.kl_loss_coef * kl_loss
-    return loss, {"loss": loss.item(), **actor_stats, **critic_stats, "entropy": entropy.item()}
+    return loss, {"loss": loss.item(), **actor_stats, **critic_stats}
 
 
 def ppo_update(policy, optimizer, batch, config, step=0):
@@ -717,6 +783,7 @@ def ppo_update(policy, optimizer, batch, config, step=0):
     sums, ratio_max = Counter(), 0.0
     for _ in range(config.epochs):
         for rows in torch.randperm(len(batch["tokens"]), device=batch["tokens"].device).tensor_split(config.minibatches):
+            rows = rows.sort().values  # neighbours stay neighbours, so that the trunk finds those that begin alike
             optimizer.zero_grad()
             loss_of_step, tokens_of_step = 0.0, int(batch["mask"][rows].sum())
             for piece in rows.split(config.micro_batch or len(rows)):

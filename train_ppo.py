@@ -18,13 +18,16 @@ import torch
 
 from bench.report import make_report, print_report
 from minippo import PPOConfig, UserError, adapt_kl_coef, evaluate_actions, explained_variance, frozen_copy, gae, generate
-from minippo import kl_adjusted_rewards, kl_per_response, load_checkpoint, ppo_update, save_checkpoint, score_responses, whiten
+from minippo import kl_adjusted_rewards, kl_per_response, load_checkpoint, masked_mean, ppo_update, save_checkpoint
+from minippo import score_responses, whiten
 from plumbing import Progress, RunConfig, adamw, batches, encode_rows, join_rows, prepare, read_flags, read_rows, run_script, set_lr
 
 
 def main():
     run, ppo = read_flags(__doc__, RunConfig(), PPOConfig())
     prepare(run)
+    if ppo.cuda_graph and run.device == "cpu":
+        raise UserError("--cuda_graph needs a CUDA GPU; leave it out")
     policy, reward_model, score, tokenizer, facts = load_models(run, ppo)
     prompts, val_prompts = (
         [prompt for (prompt,) in encode_rows(read_rows(run.data, "prompts", split), tokenizer, policy.config.context)]
@@ -46,7 +49,7 @@ def main():
         lr = set_lr(optimizer, ppo.lr, step, ppo.steps, ppo.warmup)
 
         # 1. Sample a response to each prompt.  2. Score it, and each of its tokens.
-        rows = [prompts[i] for i in itertools.islice(stream, ppo.batch_size)]
+        rows = sorted(prompts[i] for i in itertools.islice(stream, ppo.batch_size))  # what begins alike is read once
         batch, scores, ended = rollout(policy, ref, score, rows, ppo)
         if step == 0:
             check_start(policy, batch, ppo, 1e-3 if run.dtype == "float32" else 0.2)
@@ -84,12 +87,12 @@ def rollout(policy, ref, score, prompts, ppo):
 
     -> batch: tokens (P, T), and (P, T-1) each: mask, logprobs, values, ref_logprobs; scores, and whether each ended: (P,).
     """
-    parts, size = [], ppo.rollout_batch or len(prompts)
+    parts, size, settings = [], ppo.rollout_batch or len(prompts), (ppo.max_new_tokens, ppo.temperature)
     for i in range(0, len(prompts), size):
         # Sampling knows the log-probability of each token and the value before it: nothing has to read the rows again.
-        tokens, mask, logprobs, values = generate(policy, prompts[i : i + size], ppo.max_new_tokens, ppo.temperature)
+        tokens, mask, logprobs, values = generate(policy, prompts[i : i + size], *settings, cuda_graph=ppo.cuda_graph)
         scores, ended = score(tokens, mask)
-        ref_logprobs, _, _ = evaluate_actions(ref, tokens, mask, ppo.temperature, entropy_grad=None)
+        ref_logprobs, _, _ = evaluate_actions(ref, tokens, mask, ppo.temperature, with_entropy=False)
         parts.append((tokens, mask, logprobs, values, ref_logprobs, scores, ended))
     *rows, scores, ended = join_rows(parts)
     return dict(zip(("tokens", "mask", "logprobs", "values", "ref_logprobs"), rows)), scores, ended
@@ -99,7 +102,7 @@ def rollout(policy, ref, score, prompts, ppo):
 def check_start(policy, batch, ppo, tolerance):
     """Before the first update policy, sampler and reference are one and the same. Most bugs of RLHF code show up here."""
     some = {name: x[: ppo.rollout_batch or None] for name, x in batch.items()}
-    scored, _, _ = evaluate_actions(policy, some["tokens"], some["mask"], ppo.temperature, entropy_grad=None)
+    scored, _, _ = evaluate_actions(policy, some["tokens"], some["mask"], ppo.temperature, with_entropy=False)
     off = ((scored - some["logprobs"]).exp() - 1).abs().max().item()
     kl = (scored - some["ref_logprobs"]).abs().max().item()
     if not off <= tolerance:
@@ -121,6 +124,7 @@ def measure(batch, scores, ended, kl_coef):
         print(f"warning: KL {mean:.3f} ± {error:.3f} is below 0: sampling and scoring disagree")
     return {
         "score": score, "kl": mean, "kl_k3": kl_k3.mean().item(), "kl_coef": kl_coef, "rlhf_reward": score - kl_coef * mean,
+        "entropy": -masked_mean(batch["logprobs"], mask).item(),  # its expectation over samples of the policy
         "explained_variance": explained_variance(batch["values"], batch["returns"], mask),
         "response_length": mask.sum(1).float().mean().item(), "eos_rate": ended.float().mean().item(),
     }, kl  # fmt: skip

@@ -17,10 +17,9 @@ from train_sft import FitConfig, fit
 
 def score_pairs(model, rows, device):
     """Rows of (prompt, chosen, rejected) as ids -> raw scores (B,) of the chosen and (B,) of the rejected."""
-    chosen = [prompt + answer for prompt, answer, _ in rows]
-    rejected = [prompt + answer for prompt, _, answer in rows]
-    scores = by_length(lambda _, tokens, lengths: model.raw_scores(tokens, lengths), chosen + rejected, 32, device)
-    return scores.chunk(2)
+    sequences = [prompt + answer for prompt, *answers in rows for answer in answers]
+    scores = by_length(lambda _, tokens, lengths: model.raw_scores(tokens, lengths), sequences, 64, device, together=2)
+    return scores.view(-1, 2).unbind(1)
 
 
 def main():

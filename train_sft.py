@@ -84,10 +84,10 @@ def completion_nats(model, rows, device):
     def measure(numbers, tokens, lengths):
         prompt_lengths = lengths.new_tensor([len(rows[i][0]) for i in numbers])
         mask = response_mask(prompt_lengths, lengths, tokens.shape[1])
-        logprobs, _, _ = evaluate_actions(model, tokens, mask, entropy_grad=None)
+        logprobs, _, _ = evaluate_actions(model, tokens, mask, with_entropy=False)
         return torch.stack([-logprobs.sum(1), mask.sum(1)], 1)
 
-    return by_length(measure, [prompt + completion for prompt, completion in rows], 32, device).unbind(1)
+    return by_length(measure, [prompt + completion for prompt, completion in rows], 64, device).unbind(1)
 
 
 def main():

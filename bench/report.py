@@ -47,13 +47,13 @@ def best_of_n(scores, values, n):
 def respond(policy, ref, score, prompts, n, tokenizer, ppo, judge=None):
     """n responses to each of P prompts -> dict of tensors (P, n), "judge" among them if there is one; and the texts."""
     rows = [prompt for prompt in prompts for _ in range(n)]
-    parts, texts, size = [], [], ppo.rollout_batch or CHUNK
+    parts, texts, size, settings = [], [], ppo.rollout_batch or CHUNK, (ppo.max_new_tokens, ppo.temperature)
     for start in range(0, len(rows), size):
-        tokens, mask, logprobs, _ = generate(policy, rows[start : start + size], ppo.max_new_tokens, ppo.temperature)
+        tokens, mask, logprobs, _ = generate(policy, rows[start : start + size], *settings, cuda_graph=ppo.cuda_graph)
         kl = torch.zeros(len(tokens), device=tokens.device)
         if policy is not ref:
             with torch.no_grad():
-                kl = (logprobs - evaluate_actions(ref, tokens, mask, ppo.temperature)[0]).sum(1)
+                kl = (logprobs - evaluate_actions(ref, tokens, mask, ppo.temperature, with_entropy=False)[0]).sum(1)
         parts.append(torch.stack([*score(tokens, mask), kl, mask.sum(1)]).float().cpu())
         texts += [tokenizer.decode(ids[response].tolist()) for ids, response in zip(tokens[:, 1:], mask)]
     measured = dict(zip(("score", "ended", "kl", "length"), torch.cat(parts, 1).view(4, len(prompts), n)))

@@ -41,7 +41,7 @@ class Workload:
             self.reward_model, _, _ = load_checkpoint(ROOT / "out" / "rm.pt", ["rm"])
             rows = encode_rows(read_rows(ROOT / "data" / "zoo", "prompts", "train"), tokenizer, policy.config.context)
             self.config = PPOConfig(lr=1e-6)
-            self.prompts = [rows[i % len(rows)][0] for i in range(self.config.batch_size)]
+            self.prompts = sorted(rows[i % len(rows)][0] for i in range(self.config.batch_size))
         else:
             size = {**{"small": SMALL, "medium": MEDIUM}[name], **dict(changes)}
             policy, eot = GPT(GPTConfig(*(size[key] for key in SHAPE))).eval(), size["vocab_size"] - 1
@@ -60,8 +60,8 @@ class Workload:
         """One iteration of train_ppo.py -> seconds of rollout, scoring and update."""
         seconds, start = {}, time.perf_counter()
 
-        def timed_generate(*args):
-            out = generate(*args)
+        def timed_generate(*args, **kwargs):
+            out = generate(*args, **kwargs)
             seconds["rollout"] = time.perf_counter() - start
             return out
 

@@ -300,7 +300,7 @@ def test_rollouts_in_pieces_are_those_of_the_whole_batch(monkeypatch):
     tokens, mask, *more = minippo.generate(policy, prompts, 6)
     sampled = {tuple(prompt): [x[i : i + 1] for x in (tokens, mask, *more)] for i, prompt in enumerate(prompts)}
 
-    def replay(policy, rows, *settings):
+    def replay(policy, rows, *settings, **_):
         tokens, *more = (torch.cat(x) for x in zip(*(sampled[tuple(row)] for row in rows), strict=True))
         columns = int(minippo.last_action(more[0]).max()) + 2  # as many as these rows need
         return tokens[:, :columns], *(x[:, : columns - 1] for x in more)
