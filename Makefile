@@ -5,7 +5,7 @@ BIN := .venv/bin
 help:
 	@echo "make run     the three scripts in order on the default data, then the report (writes out/)"
 	@echo "make test    the tests"
-	@echo "make mutants puts 51 known bugs back, one at a time, and shows the test that catches each"
+	@echo "make mutants puts 53 known bugs back, one at a time, and shows the test that catches each"
 	@echo "make bench   how fast an iteration is, beside its matrix products alone (the workload default needs make run first)"
 	@echo "make lint    ruff"
 	@echo "make clean   removes out/, the default data and the environment"

@@ -173,20 +173,17 @@ def load_jsonl(path, keys):
 
 def pad(sequences, device="cpu"):
     """Lists of ids -> tokens (B, T), every row from column 0 and padded on the right, and lengths (B,)."""
-    lengths = torch.tensor([len(ids) for ids in sequences])
-    longest = int(lengths.max())
-    tokens = torch.tensor([ids + [0] * (longest - len(ids)) for ids in sequences])
-    if torch.device(device).type == "cuda":  # from pinned memory the copy goes on while the program does
-        tokens, lengths = tokens.pin_memory(), lengths.pin_memory()
-    return tokens.to(device, non_blocking=True), lengths.to(device, non_blocking=True)
+    lengths = [len(ids) for ids in sequences]
+    tokens = torch.tensor([ids + [0] * (max(lengths) - len(ids)) for ids in sequences])
+    return tokens.to(device), torch.tensor(lengths, device=device)
 
 
 def by_length(function, sequences, size, device="cpu", together=1):
     """function(row numbers, tokens, lengths) -> (rows, ...), called on pieces of `size` sequences; results in their order.
 
     The pieces hold rows of similar length, which need little padding, sorted so that rows that begin alike are neighbours
-    (section 2 says why). The row numbers tell the function which sequences it has before it. So many sequences that follow one
-    another, `together`, stay in one piece; `size` is a multiple of it.
+    (section 2 says why). The row numbers tell the function which sequences it has before it. Each run of `together` consecutive
+    sequences (a chosen and a rejected answer, say) stays in one piece; `size` is a multiple of it.
     """
     groups = [range(i, i + together) for i in range(0, len(sequences), together)]
     groups.sort(key=lambda group: max(len(sequences[i]) for i in group))
@@ -209,8 +206,9 @@ def response_mask(prompt_lengths, lengths, columns):
 # the token embedding. The policy adds a value head, one number per position; the reward model has a score head instead.
 #
 # Rows of a batch differ in length, and they often begin alike: two answers to one prompt, two questions that open with the same
-# words. Where rows are alike from their first token on, so is all that a causal network computes. Inside a trunk the tokens of a
-# batch are therefore one list of N, without padding and without such repeats; attention alone lays them out in rows.
+# words. Where rows are alike from their first token on, so is all that a causal network computes. A trunk that is told which
+# positions will be read therefore keeps the tokens of a batch as one list of N, without padding, and without the beginning that
+# a row shares with the row above it (so rows should come sorted). Attention alone lays them out in rows.
 
 
 @dataclass
@@ -220,7 +218,7 @@ class GPTConfig:
     layers: int = option(4, "transformer blocks", 1)
     heads: int = option(4, "attention heads", 1)
     channels: int = option(96, "width of the model; a multiple of heads", 1)
-    dropout: float = option(0.0, "share of activations dropped in training; never in PPO", 0, 0.9)
+    dropout: float = option(0.0, "share of activations dropped in training; never in PPO", 0, 0.9)  # in a shared beginning: once
     separate_critic: bool = False  # a value network of its own instead of a second head on the policy
 
     def __post_init__(self):
@@ -233,10 +231,11 @@ class GPTConfig:
 
 
 def distinct(tokens, used):
-    """What has to be worked out: the places that are used, without the beginnings that a row shares with the row above.
+    """What has to be worked out: the places that are used, less the beginning that a row shares with the row above it.
 
-    tokens, used (B, T); used is true up to some column of each row, and false from there on -> first (N,), where each of the N
-    tokens to work out stands, among the B x T places; spread (B, T), which of the N stands at each place that is used.
+    tokens, used (B, T); used is true up to some column of each row and false from there on. Returns two lists of places and
+    tokens: first (N,), the place b * T + t at which each of the N tokens to work out stands first; spread (B, T), which of
+    the N stands at each place (anything where a place is not used).
     """
     repeats = torch.zeros_like(used)
     repeats[1:] = ((tokens[1:] == tokens[:-1]) & used[:-1]).cumprod(1)
@@ -248,8 +247,8 @@ def distinct(tokens, used):
 class Attention(nn.Module):
     """Causal self-attention of several heads: every position reads from itself and from those before it. (N, C) -> (N, C)
 
-    positions (B, T) are the columns of a batch laid out in rows; first and spread as in distinct(), None when N = B x T.
-    cache and visible are for sampling (section 4).
+    positions (B, T): the column of each token. first, spread: as in distinct(), None where N = B x T. For sampling (section 4)
+    there are the cache, and visible (B, 1, T, columns): which columns of the cache a token may look at.
     """
 
     def __init__(self, config):
@@ -459,7 +458,7 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0, with_entropy=True):
 
     tokens (B, T), mask (B, T-1) -> logprobs, values, entropy, (B, T-1) each and 0 outside the mask. `logprobs` and
     `entropy` (both in nats) are those of softmax(logits / temperature), the distribution that `generate` samples from.
-    with_entropy=False leaves the entropy at 0: it takes a few passes over N x V numbers, and as many to keep for its gradient.
+    with_entropy=False leaves the entropy at 0: it costs several passes over N x V numbers, and as much memory for its gradient.
     """
     states, actions = tokens[:, :-1], tokens[:, 1:]
     # Hidden states and vocabulary logits for response tokens only: V is far wider than C, and prompts and padding need none.
@@ -501,19 +500,16 @@ def draw(logits, u, top_k=0):
 
 
 def captured(function, *inputs):
-    """The same function of tensors shaped like `inputs`, as a CUDA graph: the GPU has a copy of the work and is told to redo it.
+    """The same function of tensors shaped like `inputs`, as a CUDA graph: the GPU gets all of its work once, and a word to redo it.
 
-    A step of decoding is some hundred small kernels, and to launch one from Python takes longer than to run it. The result stands
-    in the same memory after every call: it has to be used before the next.
+    A step of decoding is some hundred small kernels, and to launch one from Python can take longer than to run it. Only `inputs`
+    are copied: whatever else the function reads or writes (weights, a cache) is used where it was, with what it holds by then.
+    The result stands in the same memory after every call: it has to be used before the next.
     """
     held = [x.clone() for x in inputs]
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):  # a first call sets libraries up, which must not become part of the graph
-        function(*held)
-    torch.cuda.current_stream().wait_stream(aside)
+    function(*held)  # once for real: libraries set themselves up at a first call, which must not become part of the graph
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph):  # in here nothing runs, it is written down
         result = function(*held)
 
     def replay(*inputs):
@@ -532,13 +528,13 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, top_k=0, cuda_gra
     prompts: B non-empty lists of ids, each shorter than the context (else ValueError). Returns tokens (B, T), and (B, T-1) each:
     mask, the log-probability of each sampled token (of the full distribution, in nats) and the value before it, 0 outside the mask.
     top_k > 0 samples among so many likeliest tokens only. That is for reading what a finished model writes: PPO needs
-    samples of the full distribution, which is the one that it scores. cuda_graph=True is faster on a GPU, see captured().
+    samples of the full distribution, which is the one that it scores. cuda_graph=True is for a GPU, see captured().
     """
     if not all(0 < len(prompt) < policy.config.context for prompt in prompts):
         raise ValueError(f"a prompt must have between 1 and {policy.config.context - 1} tokens (the context less one)")
     prompt_tokens, lengths = pad(prompts, policy.lm_head.weight.device)
     B, longest = prompt_tokens.shape
-    steps = min(max_new_tokens, policy.config.context - int(lengths.min()))
+    steps = min(max_new_tokens, policy.config.context - min(map(len, prompts)))
     T = min(longest + steps, policy.config.context)
     u = torch.rand(steps, B, device=lengths.device)  # drawn at once, so that no row depends on when others end
     tokens = F.pad(prompt_tokens, (0, T + 1 - longest))  # one column too many: rows that have ended write there
@@ -550,12 +546,11 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, top_k=0, cuda_gra
     position = lengths  # the column that each row writes next
     cache = policy.trunk.new_cache(B, T)
     column = torch.arange(longest, device=lengths.device)
-    prefix = [kept[:, :, :longest] for kept in cache]
-    hidden = policy.trunk(prompt_tokens, column == lengths[:, None] - 1, prefix, column.expand(B, -1))
+    last = column == lengths[:, None] - 1  # (B, longest)
+    hidden = policy.trunk(prompt_tokens, last, [kept[:, :, :longest] for kept in cache], column.expand(B, -1))
 
-    def decode(token, position):  # (R,), (R,) -> (R, C)
-        filled = [kept[:, :, :width] for kept in cache]
-        return policy.trunk(token[:, None], cache=filled, positions=position[:, None])[:, 0]
+    def decode(token, position):  # (R,), (R,) -> (R, C); width: the columns of the cache that some row may have filled
+        return policy.trunk(token[:, None], cache=[kept[:, :, :width] for kept in cache], positions=position[:, None])[:, 0]
 
     advance = None
     for step in range(steps):  # hidden (R, C): after the last token of each row
@@ -573,7 +568,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, top_k=0, cuda_gra
             if not left:
                 break
         if step + 1 < steps:
-            width = T if cuda_graph else min(longest + step + 1, T)  # the columns filled so far; a graph takes them all
+            width = T if cuda_graph else min(longest + step + 1, T)  # a graph must have one shape, so it takes them all
             advance = advance or (captured(decode, token, position) if cuda_graph else decode)
             hidden = advance(token, position)
             position = (position + 1).clamp(max=T - 1)
@@ -622,7 +617,7 @@ class PPOConfig:
     max_grad_norm: float = option(1.0, "longer gradients are scaled down to this norm", 0)
     epochs: int = option(1, "passes over each batch of responses", 1)
     minibatches: int = option(4, "gradient steps per pass", 1)
-    cuda_graph: bool = option(False, "sample faster on a GPU: record the kernels of a decoding step once and replay them")
+    cuda_graph: bool = option(False, "on a GPU, record the kernels of a decoding step once and replay them")
     rollout_batch: int = option(0, "responses sampled and scored at once; 0: all of them", 0)
     micro_batch: int = option(0, "responses in memory at once in a gradient step; 0: all of its minibatch", 0)
     kl_coef: float = option(0.1, "beta, the price of one nat of KL to the reference, paid in the reward", 0, 1e6)

@@ -27,7 +27,7 @@ class RunConfig:
     device: str = option("auto", "auto, cpu or cuda")
     dtype: str = option("float32", "float32, or bfloat16 for the matrix products inside the blocks; weights stay float32")
     grad_checkpoint: bool = option(False, "less memory for a third more time: recompute activations in the backward pass")
-    seed: int = option(0, "seed of everything random: same seed, same result", 0, 2**31)
+    seed: int = option(0, "seed of everything random: same seed, same result, to the last bit on a CPU", 0, 2**31)
     resume: bool = option(False, "go on where an interrupted run stopped")
     save_every: int = option(100, "steps between two saves of the state that --resume needs", 1)
 
@@ -50,6 +50,8 @@ def prepare(run):
         # Keep freed memory for the next step. By default each large tensor is fetched anew from the system, page by page.
         libc.mallopt(-1, 2**31 - 1), libc.mallopt(-3, 2**25)  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
     Trunk.autocast = torch.bfloat16 if run.dtype == "bfloat16" else None
+    if run.device == "cuda" and Trunk.autocast:
+        torch.set_float32_matmul_precision("high")  # for the heads, which stay float32: TF32
     Trunk.checkpointing = run.grad_checkpoint
 
 
@@ -118,13 +120,15 @@ def clock(seconds):
 class Progress:
     """How far a training run has come: its log, its clock, and the state from which --resume goes on.
 
-    configs: the settings that must be the same when it goes on. parts: whatever has a state_dict() (model, optimizer).
+    configs: the settings that must be the same when it goes on. made_from: the figures that came with the checkpoints that the run
+    starts from, {"sft": ..., "rm": ...}, by which they are known again. parts: whatever has a state_dict() (model, optimizer).
     `values` holds the numbers that must survive an interruption.
     """
 
-    def __init__(self, kind, run, configs, steps, **parts):
+    def __init__(self, kind, run, configs, steps, made_from=None, **parts):
         self.state_path, log_path = run.out / f"{kind}_state.pt", run.out / f"{kind}.jsonl"
         self.run, self.steps, self.parts, self.values = run, steps, parts, {"step": 0, "seconds": 0.0}
+        self.made_from = made_from or {}
         self.settings = {"data": str(run.data), "seed": run.seed, "dtype": run.dtype, "steps": steps}
         for config in configs:
             self.settings |= {name: x for name, x in dataclasses.asdict(config).items() if name not in ("models", "no_report")}
@@ -136,6 +140,9 @@ class Progress:
             differ = [f"{name} = {was.get(name)}" for name, value in self.settings.items() if was.get(name) != value]
             if differ:
                 raise UserError(f"{self.state_path} was saved with {', '.join(differ)}; repeat that, or leave --resume out")
+            for name, facts in self.made_from.items():
+                if state["made_from"].get(name) != facts:
+                    raise UserError(f"{name}.pt has been made again since {self.state_path} was saved; leave --resume out")
             for name, part in parts.items():
                 part.load_state_dict(state[name])
             set_random_state(state["random"])
@@ -172,8 +179,8 @@ class Progress:
             print(f"step {step:>4}/{self.steps}  {numbers}  {speed:,.0f} tokens/s  {times}", flush=True)
         if self.asked or step % self.run.save_every == 0 or step == self.steps:
             parts = {name: part.state_dict() for name, part in self.parts.items()}
-            state = {"kind": "state", "settings": self.settings, "values": self.values, "random": random_state()}
-            write_file(self.state_path, state | parts)
+            state = {"kind": "state", "settings": self.settings, "made_from": self.made_from, "values": self.values}
+            write_file(self.state_path, state | {"random": random_state()} | parts)
         if self.asked:
             raise KeyboardInterrupt(f"step {step} is saved, --resume goes on from there")
         if step == self.steps:

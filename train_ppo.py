@@ -39,7 +39,7 @@ def main():
         policy = policy.with_critic(reward_model)
     policy.eval()  # no dropout, ever: it would make the policy differ from itself
     optimizer = adamw(policy, ppo.lr)
-    progress = Progress("ppo", run, (ppo, policy.config), ppo.steps, policy=policy, ref=ref, optimizer=optimizer)
+    progress = Progress("ppo", run, (ppo, policy.config), ppo.steps, facts, policy=policy, ref=ref, optimizer=optimizer)
     kl_coef = progress.values.setdefault("kl_coef", ppo.kl_coef)
 
     print(f"PPO on {run.device}: {ppo.steps} iterations of {ppo.batch_size} responses, {ppo.epochs} x {ppo.minibatches} steps each")
@@ -64,7 +64,8 @@ def main():
 
         metrics, kl = measure(batch, scores, ended, kl_coef)
         if step % 40 == 0:
-            for i, texts in enumerate(zip(*texts_of(tokenizer, batch["tokens"][:2], batch["mask"][:2]))):
+            two = [0, len(rows) // 2]
+            for i, *texts in zip(two, *texts_of(tokenizer, batch["tokens"][two], batch["mask"][two])):
                 print(f"    {''.join(texts)!r}  score {scores[i]:.2f}  KL {kl[i]:.2f}")
 
         # 5. Adapt beta to the KL, and move the reference, if so asked.
@@ -124,7 +125,7 @@ def measure(batch, scores, ended, kl_coef):
         print(f"warning: KL {mean:.3f} ± {error:.3f} is below 0: sampling and scoring disagree")
     return {
         "score": score, "kl": mean, "kl_k3": kl_k3.mean().item(), "kl_coef": kl_coef, "rlhf_reward": score - kl_coef * mean,
-        "entropy": -masked_mean(batch["logprobs"], mask).item(),  # its expectation over samples of the policy
+        "entropy": -masked_mean(batch["logprobs"], mask).item(),  # entropy = E[-log pi], here over samples
         "explained_variance": explained_variance(batch["values"], batch["returns"], mask),
         "response_length": mask.sum(1).float().mean().item(), "eos_rate": ended.float().mean().item(),
     }, kl  # fmt: skip

@@ -25,7 +25,7 @@ def score_pairs(model, rows, device):
 def main():
     run, config = read_flags(__doc__, RunConfig(), FitConfig(epochs=2))
     prepare(run)
-    sft, tokenizer, _ = load_checkpoint(run.out / "sft.pt", ["sft"], run.device)
+    sft, tokenizer, sft_facts = load_checkpoint(run.out / "sft.pt", ["sft"], run.device)
     train = encode_rows(read_rows(run.data, "pref", "train"), tokenizer, sft.config.context)
     val = encode_rows(read_rows(run.data, "pref", "val"), tokenizer, sft.config.context)
     prompts = encode_rows(read_rows(run.data, "prompts", "train"), tokenizer, sft.config.context)
@@ -57,7 +57,7 @@ def main():
         model.std.copy_(raw.std().clamp(min=1e-6))
         save_checkpoint(run.out / "rm.pt", "rm", model, tokenizer, **facts)
 
-    best = fit("rm", run, config, model, len(train), loss_of, len, validate, save)
+    best = fit("rm", run, config, model, len(train), loss_of, len, validate, save, {"sft": sft_facts})
     accuracy, error = 100 * best["val_accuracy"], 100 * best["val_accuracy_se"]
     print(f"saved {run.out / 'rm.pt'}: it gets {accuracy:.1f} % ± {error:.1f} of the validation pairs right")
 

@@ -37,16 +37,16 @@ class InitConfig:
     init: str = option("", "gpt2, gpt2-medium, gpt2-large, gpt2-xl or a folder: its weights, vocabulary and size; use a small --lr")
 
 
-def fit(kind, run, config, model, rows, loss_of, weight_of, validate, save):
+def fit(kind, run, config, model, rows, loss_of, weight_of, validate, save, made_from=None):
     """Supervised training, here and in train_rm.py: the weights with the lowest validation loss are saved.
 
     rows: how many training rows there are; loss_of(row numbers) -> mean loss, number of tokens, stats; weight_of(row
-    numbers): how many things that is a mean over; validate() -> facts, "val_loss" among them; save(facts). Returns the
-    facts of the saved weights.
+    numbers): how many things that is a mean over; validate() -> facts, "val_loss" among them; save(facts); made_from: as in
+    Progress. Returns the facts of the saved weights.
     """
     steps = config.epochs * math.ceil(rows / config.batch_size)
     optimizer = adamw(model, config.lr, config.weight_decay)
-    progress = Progress(kind, run, (config, model.config), steps, model=model, optimizer=optimizer)
+    progress = Progress(kind, run, (config, model.config), steps, made_from, model=model, optimizer=optimizer)
     best = progress.values.setdefault("best", {"val_loss": math.inf})
     for step, numbers in zip(range(steps), batches(rows, config.batch_size, run.seed)):
         if step < progress.values["step"]:

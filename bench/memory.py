@@ -43,7 +43,7 @@ def needed(layers, channels, rows=ROWS, grad_checkpoint=False):
         "reward model": size,
         "tied embedding": 4 * VOCABULARY * channels,  # its gradient arrives twice, from the head and from the input
         "activations": kept,
-        "logits": 5 * 4 * rows * NEW * VOCABULARY,  # of the response tokens: themselves, log-softmax, softmax, and their gradients
+        "logits": 3 * 4 * rows * NEW * VOCABULARY,  # of the response tokens: log-softmax, its gradient, and that of the logits
     }
 
 

@@ -47,6 +47,7 @@ ABLATIONS = {
     "a quarter of the pairs": "",
     "a quarter of the pairs, beta = 0": "--kl_coef 0",
 }
+OTHERS = ("real", "memory", "speed", "gpu")  # what the other programs of bench/ have written
 HACKED = "a quarter of the pairs, beta = 0"
 NO_PENALTY, OTHER_DATA = RUNS / "no_penalty", RUNS / "other_data"  # one run each, seed 0, at full length
 
@@ -433,7 +434,7 @@ def main():
     if not args.summary:
         run_all()
     path = ROOT / "bench" / "results.json"
-    elsewhere = {name: x for name, x in json.loads(path.read_text()).items() if name in ("real", "memory", "speed")}  # by others
+    elsewhere = {name: x for name, x in json.loads(path.read_text()).items() if name in OTHERS}
     results = summarise() | elsewhere
     log = ROOT / "out" / "run.log"  # what `make run` printed, for the README: make run | tee out/run.log
     results["make_run"] = log.read_text(encoding="utf-8").splitlines() if log.exists() else []

@@ -9,6 +9,7 @@ matrix products, counted by hand: each product by itself, at its own shape; and 
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import resource
@@ -27,14 +28,23 @@ from plumbing import RunConfig, adamw, encode_rows, prepare, read_rows, run_scri
 ROOT = Path(__file__).parents[1]
 SMALL = {"layers": 4, "heads": 4, "channels": 128, "vocab_size": 1024, "context": 128, "batch": 64, "prompt": (8, 24), "new": 48}
 MEDIUM = {"layers": 6, "heads": 6, "channels": 384, "vocab_size": 4096, "context": 256, "batch": 32, "prompt": (16, 48), "new": 64}
+GPT2 = {"layers": 12, "heads": 12, "channels": 768, "vocab_size": 50257, "context": 1024, "prompt": (64, 64), "new": 64}
+SIZES = {"small": SMALL, "medium": MEDIUM, "gpt2": GPT2}  # the last for bench/gpu.py
 FOUR = {"epochs": 4, "minibatches": 4}
 SHAPE = ("vocab_size", "context", "layers", "heads", "channels")
+
+
+def now():
+    """The time when everything begun so far is done, on a GPU too."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 class Workload:
     """Models, prompts and settings of one PPO iteration."""
 
-    def __init__(self, name, changes=()):
+    def __init__(self, name, changes=(), device="cpu"):
         torch.manual_seed(0)
         if name == "default":
             policy, tokenizer, _ = load_checkpoint(ROOT / "out" / "sft.pt", ["sft"])
@@ -43,7 +53,7 @@ class Workload:
             self.config = PPOConfig(lr=1e-6)
             self.prompts = sorted(rows[i % len(rows)][0] for i in range(self.config.batch_size))
         else:
-            size = {**{"small": SMALL, "medium": MEDIUM}[name], **dict(changes)}
+            size = {**SIZES[name], **dict(changes)}
             policy, eot = GPT(GPTConfig(*(size[key] for key in SHAPE))).eval(), size["vocab_size"] - 1
             with torch.no_grad():  # the end token gets a logit of -100 and is never sampled: all responses have full length
                 policy.trunk.norm.weight[0], policy.trunk.norm.bias[0], policy.trunk.tokens.weight[eot, 0] = 0, 1, -100
@@ -52,29 +62,35 @@ class Workload:
             lengths = torch.randint(low, high + 1, (size["batch"],)).tolist()
             self.prompts = [torch.randint(eot, (n,)).tolist() for n in lengths]
             self.config = PPOConfig(batch_size=size["batch"], max_new_tokens=size["new"], lr=1e-6, **FOUR)
-        self.policy, self.ref, self.reward_model = policy, frozen_copy(policy), frozen_copy(self.reward_model)
+        policy = policy.to(device)
+        self.policy, self.ref, self.reward_model = policy, frozen_copy(policy), frozen_copy(self.reward_model.to(device))
         self.optimizer = adamw(policy, 1e-6)
         self.score = functools.partial(score_responses, self.reward_model, eot=policy.config.eot)
 
     def iteration(self):
         """One iteration of train_ppo.py -> seconds of rollout, scoring and update."""
-        seconds, start = {}, time.perf_counter()
+        seconds, start = {}, now()
 
         def timed_generate(*args, **kwargs):
             out = generate(*args, **kwargs)
-            seconds["rollout"] = time.perf_counter() - start
+            seconds["rollout"] = now() - start
             return out
 
         train_ppo.generate = timed_generate
         self.batch, scores, _ = train_ppo.rollout(self.policy, self.ref, self.score, self.prompts, self.config)
-        seconds["scoring"], start = time.perf_counter() - start - seconds["rollout"], time.perf_counter()
+        seconds["scoring"], start = now() - start - seconds["rollout"], now()
         batch, config = self.batch, self.config
         rewards = kl_adjusted_rewards(scores, batch["logprobs"], batch["ref_logprobs"], batch["mask"], config.kl_coef)
         advantages, batch["returns"] = gae(rewards, batch["values"], batch["mask"], config.gamma, config.lam)
         batch["advantages"] = whiten(advantages, batch["mask"])
         ppo_update(self.policy, self.optimizer, self.batch, self.config)
-        seconds["update"] = time.perf_counter() - start
+        seconds["update"] = now() - start
         return seconds
+
+    def step(self):
+        """One gradient step alone, on the first minibatch of the last iteration."""
+        part = {name: x[: len(self.prompts) // self.config.minibatches] for name, x in self.batch.items()}
+        ppo_update(self.policy, self.optimizer, part, dataclasses.replace(self.config, epochs=1, minibatches=1))
 
     def products(self):
         """{phase: [(times, matrices, rows, inner, columns)]}: every matrix product of the last iteration.
@@ -115,9 +131,9 @@ def seconds_of(function, repeats=5):
     function()
     out = []
     for _ in range(repeats):
-        start = time.perf_counter()
+        start = now()
         function()
-        out.append(time.perf_counter() - start)
+        out.append(now() - start)
     return statistics.median(out)
 
 
@@ -149,7 +165,8 @@ def measure(name, changes=(), repeats=5):
     total, tokens = sum(seconds.values()), int(work.batch["mask"].sum())
     alone, peak = (sum(x[kind] for x in floor.values()) for kind in ("alone", "at_peak"))
     return {
-        "seconds": seconds | {"iteration": total}, "floor": floor, "tokens_per_second": tokens / total,
+        "seconds": seconds | {"iteration": total}, "step": seconds_of(work.step), "floor": floor,
+        "tokens_per_second": tokens / total,
         "ratios": {
             "update": seconds["update"] / floor["update"]["alone"], "iteration": total / alone,
             "update, at peak": seconds["update"] / floor["update"]["at_peak"], "iteration, at peak": total / peak,
@@ -165,6 +182,7 @@ def print_measured(name, x):
         alone, peak = (sum(f[kind] for f in floor) for kind in ("alone", "at_peak"))
         print(f"    {phase:<10}{seconds:8.3f} s   {seconds / alone:.2f} x products alone ({alone:.3f} s)", end="")
         print(f"   {seconds / peak:.2f} x the same at peak ({peak:.3f} s)")
+    print(f"    one gradient step alone: {1e3 * x['step']:.1f} ms")
 
 
 def decoding():

@@ -2,6 +2,10 @@
 
 import json
 import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,3 +118,10 @@ def test_another_activation_a_foreign_vocabulary_and_a_missing_one_are_refused(f
     (folder / "vocab.json").unlink()
     with pytest.raises(UserError, match="tokenizer.json"):
         hf.read_gpt2(str(folder))
+
+
+def test_the_benchmark_for_a_gpu_runs_on_a_tiny_model_too():
+    printed = subprocess.check_output([sys.executable, "-m", "bench.gpu", "--try"], cwd=Path(hf.__file__).parent, encoding="utf-8")
+    lines = printed.splitlines()
+    assert sum(re.match(r"(64|256) prompts, eager: rollout \d.*, scoring \d.*, update \d", line) is not None for line in lines) == 2
+    assert sum("transformers: generate()" in line for line in lines) == 2

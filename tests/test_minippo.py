@@ -555,9 +555,6 @@ class FakeGPU:
 
     def __init__(self, monkeypatch):
         self.recording, self.calls = None, []
-        for name in ("Stream", "current_stream"):
-            monkeypatch.setattr(torch.cuda, name, lambda: SimpleNamespace(wait_stream=lambda other: None))
-        monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
         monkeypatch.setattr(torch.cuda, "graph", self.record)
 

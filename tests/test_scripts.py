@@ -526,6 +526,19 @@ def test_a_state_of_a_model_of_another_size_is_refused(copy, data):
     assert_refused("train_sft.py", "--data", data, "--out", copy, *flags, "--resume", says=says)
 
 
+def test_resuming_from_a_model_that_was_trained_anew_is_refused(copy, data):
+    for kind, script, flags in (("rm", "train_ppo.py", PPO), ("sft", "train_rm.py", RM)):
+        model, tokenizer, facts = minippo.load_checkpoint(copy / f"{kind}.pt", [kind])
+        minippo.save_checkpoint(copy / f"{kind}.pt", kind, model, tokenizer, **facts | {"val_loss": 0.123})
+        says = [f"{kind}.pt has been made again", "leave --resume out"]
+        assert_refused(script, "--data", data, "--out", copy, *flags, "--resume", says=says)
+
+
+def test_a_cuda_graph_without_a_gpu_is_refused(copy, data):
+    flags = ["--data", data, "--out", copy, "--cuda_graph", "--device", "cpu"]
+    assert_refused("train_ppo.py", *flags, says=["--cuda_graph", "leave it out"])
+
+
 def test_resuming_what_was_never_saved_starts_at_the_beginning_and_says_so(chain, data, tmp_path):
     status, printed, _ = run("train_ppo.py", "--data", data, "--out", tmp_path, *PPO, "--models", chain, "--resume")
     assert status == 0 and f"{tmp_path / 'ppo_state.pt'} is not there" in printed

@@ -132,6 +132,20 @@ MUTANTS = [
         "gradients flow into reference and reward model: memory for nothing, and with one optimizer over all, a moving target",
         UNIT + "a_frozen_copy_is_a_copy_without_gradients_or_dropout",
     ),
+    Mutant(
+        "rows that share a word share its hidden state",
+        [("& used[:-1]).cumprod(1)", "& used[:-1])")],
+        "a bug waiting in every cache of common beginnings that looks at tokens and not at all that came before them",
+        "answers to different questions are read as if to the same",
+        UNIT + "what_rows_that_begin_alike_share_is_worked_out_once",
+    ),
+    Mutant(
+        "a row shares what the row above has not worked out",
+        [("((tokens[1:] == tokens[:-1]) & used[:-1]).cumprod(1)", "(tokens[1:] == tokens[:-1]).cumprod(1)")],
+        "the other half of the same bug: a place matches, but nothing was computed there",
+        "the state of another token altogether stands in its place",
+        UNIT + "a_place_beyond_the_end_of_the_row_above_is_no_repetition_of_it",
+    ),
     # Log-probabilities
     Mutant(
         "temperature in sampling only",
