@@ -95,7 +95,8 @@ class Workload:
     def products(self):
         """{phase: [(times, matrices, rows, inner, columns)]}: every matrix product of the last iteration.
 
-        Positions that are padding only because rows of a minibatch differ in length are not counted: no one needs them.
+        Padding is not counted, no one needs it. Beginnings that rows have in common are counted in each row: only the
+        default task has them, and they are computed once.
         """
         c, tokens = self.policy.config, int(self.batch["mask"].sum())
         B, d, read = len(self.prompts), c.channels // c.heads, sum(map(len, self.prompts)) + tokens - len(self.prompts)
