@@ -192,7 +192,7 @@ MUTANTS = [
     # Sampling
     Mutant(
         "first token drawn after the padding",
-        [("column == lengths[:, None] - 1, cache", "column == 0 * lengths[:, None] + longest - 1, cache")],
+        [("last = column == lengths[:, None] - 1", "last = column == 0 * lengths[:, None] + longest - 1")],
         "trl #469: padded prompts in batched generation",
         "short prompts in a batch are answered as if they ended in padding",
         UNIT + "decoding_with_a_cache_gives_the_logprobs_that_scoring_the_whole_rows_gives",
