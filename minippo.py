@@ -233,12 +233,15 @@ class GPTConfig:
 def distinct(tokens, used):
     """What has to be worked out: the places that are used, less the beginning that a row shares with the row above it.
 
-    tokens, used (B, T); used is true up to some column of each row and false from there on. Returns two lists of places and
-    tokens: first (N,), the place b * T + t at which each of the N tokens to work out stands first; spread (B, T), which of
-    the N stands at each place (anything where a place is not used).
+    tokens, used (B, T); used is true up to some column of each row and false from there on. Returns first (N,), the place
+    b * T + t at which each of the N tokens to work out stands first, and spread (B, T), which of the N stands at each place:
+
+        tokens  What does a    bee        new  x  x  x  x     first  0 1 2 3     spread  0  1  2  3
+                What does it   cost            .  .  x  x            6 7                 0  1  4  5
+                What is   pad  pad             .  x  .  .            9                   0  6  -  -      (anything)
     """
     repeats = torch.zeros_like(used)
-    repeats[1:] = ((tokens[1:] == tokens[:-1]) & used[:-1]).cumprod(1)
+    repeats[1:] = ((tokens[1:] == tokens[:-1]) & used[:-1]).cumprod(1)  # up to the first difference
     new = used & ~repeats
     number = new.flatten().cumsum(0).view(new.shape) - 1
     return new.flatten().nonzero().squeeze(1), (new * number).cummax(0).values  # down a column, the last new one counts
@@ -326,14 +329,13 @@ class Trunk(nn.Module):
         if cache is None:
             positions, cache = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens), [None] * len(self.blocks)
         else:  # each row has its own length: it sees the columns up to its own position, whatever lies beyond
-            columns = torch.arange(cache[0].shape[2], device=tokens.device)
-            visible = columns <= positions[:, None, :, None]  # (B, 1, T, columns), the same for all heads
-        ids, places = tokens.flatten(), positions.flatten()
+            visible = torch.arange(cache[0].shape[2], device=tokens.device) <= positions[:, None, :, None]  # (B, 1, T, columns)
+        ids, columns = tokens.flatten(), positions.flatten()
         if read is not None:
             used = read.flip(1).cumsum(1).flip(1) > 0  # in each row, all up to the last that is read; then there is padding
             first, spread = distinct(tokens, used)
-            ids, places, wanted = ids[first], places[first], spread[read]
-        x = self.dropout(self.tokens(ids) + self.positions(places))  # (N, C)
+            ids, columns, wanted = ids[first], columns[first], spread[read]
+        x = self.dropout(self.tokens(ids) + self.positions(columns))  # (N, C)
         where = {"positions": positions, "first": first, "spread": spread, "visible": visible}
         with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
             for block, kept in zip(self.blocks, cache):
