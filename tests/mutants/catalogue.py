@@ -213,7 +213,7 @@ MUTANTS = [
     ),
     Mutant(
         "the cache hides the newest token",
-        [("visible = columns <= positions[:, None, :, None]", "visible = columns < positions[:, None, :, None].clamp(min=1)")],
+        [("<= positions[:, None, :, None]", "< positions[:, None, :, None].clamp(min=1)")],
         "common off-by-one of hand-written caches",
         "text is sampled by a model that cannot see its last word",
         UNIT + "decoding_with_a_cache_gives_the_logprobs_that_scoring_the_whole_rows_gives",
