@@ -141,7 +141,7 @@ class Progress:
             if differ:
                 raise UserError(f"{self.state_path} was saved with {', '.join(differ)}; repeat that, or leave --resume out")
             for name, facts in self.made_from.items():
-                if state["made_from"].get(name) != facts:
+                if state.get("made_from", {}).get(name) != facts:
                     raise UserError(f"{name}.pt has been made again since {self.state_path} was saved; leave --resume out")
             for name, part in parts.items():
                 part.load_state_dict(state[name])

@@ -1,7 +1,7 @@
 """Bugs that RLHF code really has, each as a change of one or two lines of the shipped source, and the test that catches it.
 
 `where` says where the bug has been seen (issue and pull-request numbers are those of GitHub); "common" means in more small
-implementations than one would want to list. `effect` is what it does to training.
+implementations than one would want to list; some wait in any code that works as this does. `effect` is what it does to training.
 """
 
 from dataclasses import dataclass
