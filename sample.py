@@ -5,33 +5,45 @@
 Without a prompt, one is read from each line of the standard input.
 """
 
+import functools
 import sys
 from dataclasses import dataclass
 
 import torch
 
-from minippo import UserError, generate, load_checkpoint, option
-from plumbing import printable, read_flags, run_script
+import minippo
+from plumbing.checkpoints import load_checkpoint
+from plumbing.fast import generate
+from plumbing.settings import UserError, read_flags, run_script
+from plumbing.text import printable
 
 
 @dataclass
 class SampleConfig:
-    n: int = option(1, "responses to each prompt", 1)
-    temperature: float = option(1.0, "divides the logits; below 1 keeps to the likelier words", 0.01)
-    top_k: int = option(0, "choose among this many likeliest tokens only; 0: among all; 1: always the likeliest", 0)
-    max_new_tokens: int = option(64, "longest response, in tokens", 1)
-    seed: int = option(0, "seed of the samples", 0, 2**31)
+    n: int = 1  # responses to each prompt
+    temperature: float = 1.0  # divides the logits; below 1 keeps to the likelier words
+    top_k: int = 0  # choose among so many likeliest tokens; 0: among all; 1: always the likeliest
+    max_new_tokens: int = 64  # longest response, in tokens
+    seed: int = 0  # seed of the samples
+
+
+def draw_top_k(logits, top_k):
+    """A token from the top_k likeliest of each row: (B, V) -> (B,). PPO itself samples from all."""
+    kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+    return minippo.draw(logits.masked_fill(logits < kth, -torch.inf))
 
 
 def main():
     config, (path, *texts) = read_flags(__doc__, SampleConfig(), positional="CHECKPOINT PROMPT")
     policy, tokenizer, _ = load_checkpoint(path, ("ppo", "sft"))
     torch.manual_seed(config.seed)
+    draw = functools.partial(draw_top_k, top_k=config.top_k) if config.top_k else minippo.draw
     for text in texts or filter(None, (line.rstrip("\r\n") for line in sys.stdin)):
-        prompt = tokenizer.encode(text)
-        if not 0 < len(prompt) < policy.config.context:
-            raise UserError(f"the prompt {text[:40]!r} has {len(prompt)} tokens, should have 1 to {policy.config.context - 1}")
-        tokens, mask, *_ = generate(policy, [prompt] * config.n, config.max_new_tokens, config.temperature, config.top_k)
+        prompt, most = tokenizer.encode(text), policy.config.context - 1
+        if not 0 < len(prompt) <= most:
+            raise UserError(f"the prompt {text[:40]!r} has {len(prompt)} tokens, not 1 to {most}")
+        rows, settings = [prompt] * config.n, (config.max_new_tokens, config.temperature, draw)
+        tokens, mask, *_ = generate(policy, rows, *settings)
         print(printable(text))
         for ids, response in zip(tokens[:, 1:], mask):
             print(" ", printable(tokenizer.decode(ids[response].tolist()).strip()), flush=True)

@@ -1,21 +1,24 @@
 """The bridge to the Hugging Face format: GPT-2 weights in, finished models out. Needs the package transformers.
 
     python train_sft.py --init gpt2 ...                 starts from GPT-2 (or gpt2-medium, -large, -xl, or a folder)
-    python hf.py export out/ppo.pt FOLDER               the policy as GPT2LMHeadModel, with its tokenizer
-    python hf.py export out/rm.pt FOLDER                the reward model as GPT2ForSequenceClassification with one label
+    python -m plumbing.hf export out/ppo.pt FOLDER               the policy as GPT2LMHeadModel, with its tokenizer
+    python -m plumbing.hf export out/rm.pt FOLDER                the reward model as GPT2ForSequenceClassification with one label
 
 A trunk of minippo is a GPT-2; only the names differ, and that GPT-2 keeps the weights of its linear layers transposed.
 """
 
 import argparse
 import json
+import math
 from pathlib import Path
 
 import tiktoken
 import torch
 
-from minippo import GPT, GPTConfig, RewardModel, Tokenizer, UserError, inf, load_checkpoint
-from plumbing import run_script
+from minippo import GPT, GPTConfig, RewardModel
+from plumbing.checkpoints import load_checkpoint
+from plumbing.settings import UserError, run_script
+from plumbing.text import Tokenizer
 
 END = "<|endoftext|>"
 NAMES = {  # ours: theirs, inside a block
@@ -26,7 +29,7 @@ NAMES = {  # ours: theirs, inside a block
 
 def name_pairs(layers):
     """-> (name in our Trunk, name in their GPT2Model) of every weight."""
-    yield from (("tokens.weight", "wte.weight"), ("positions.weight", "wpe.weight"))
+    yield from (("token_embedding.weight", "wte.weight"), ("position_embedding.weight", "wpe.weight"))
     yield from ((f"norm.{kind}", f"ln_f.{kind}") for kind in ("weight", "bias"))
     for i in range(layers):
         for ours, theirs in NAMES.items():
@@ -117,7 +120,7 @@ def write_tokenizer(tokenizer, folder, pad):
     ranks = {token: rank for rank, token in enumerate(tokenizer.tokens)}
     # tiktoken joins any two neighbours that spell a token, Hugging Face's BPE only the pairs in its list: so list them all.
     halves = [(token[:i], token[i:]) for token in tokenizer.tokens for i in range(1, len(token))]
-    merges = [(spell(a), spell(b)) for a, b in halves if ranks.get(a, inf) < ranks[a + b] > ranks.get(b, inf)]
+    merges = [(spell(a), spell(b)) for a, b in halves if ranks.get(a, math.inf) < ranks[a + b] > ranks.get(b, math.inf)]
     vocabulary = {spell(token): rank for token, rank in ranks.items()}
     fast = Fast(models.BPE(vocab=vocabulary, merges=merges))
     fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -134,13 +137,14 @@ def export(path, folder):
     theirs = transformers.GPT2Config(
         vocab_size=config.vocab_size + scorer, n_positions=config.context, n_embd=config.channels, n_layer=config.layers,
         n_head=config.heads, resid_pdrop=config.dropout, embd_pdrop=config.dropout, attn_pdrop=config.dropout,
-        bos_token_id=tokenizer.eot, eos_token_id=tokenizer.eot,
+        bos_token_id=tokenizer.eos, eos_token_id=tokenizer.eos,
         **({"num_labels": 1, "pad_token_id": config.vocab_size} if scorer else {}),
     )  # fmt: skip
     kind = transformers.GPT2ForSequenceClassification if scorer else transformers.GPT2LMHeadModel
     out, weights = kind(theirs).eval(), model.trunk.state_dict()
     if scorer:
-        weights["tokens.weight"] = torch.cat([weights["tokens.weight"], torch.zeros(1, config.channels)])
+        padded = torch.cat([weights["token_embedding.weight"], torch.zeros(1, config.channels)])
+        weights["token_embedding.weight"] = padded
         # Their head has no bias: score = w . h. So w takes 1 / std, and the constant goes into the last norm's bias.
         w = model.score_head.weight[0] / model.std
         constant = (model.score_head.bias - model.mean) / model.std

@@ -1,0 +1,11 @@
+"""What the scripts need and no reader of the algorithm does.
+
+text         tokenizer, JSON lines, data folders, rows of token ids
+settings     flags from dataclasses, the machine, errors that a user can put right
+checkpoints  models in files
+training     optimizer, learning rate, batches, the log, stopping and going on
+fast         the same networks with less work: no padding, shared beginnings once, a cache
+rewards      a reward model, or a function of texts, as what rollout() calls
+report       what train_ppo.py ends with
+hf           the bridge to the Hugging Face format
+"""
