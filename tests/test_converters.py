@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from data import hh_rlhf, rt_polarity
-from minippo import load_jsonl
-from plumbing import KEYS
+from plumbing.text import KEYS, load_jsonl
 
 ROOT = Path(hh_rlhf.__file__).parents[1]
 TALK = "\n\nHuman: Hi\n\nAssistant: Hello.\n\nHuman: What is 1 + 1?\n\nAssistant:"

@@ -14,23 +14,30 @@ import torch
 from minippo import (
     PPOConfig,
     RewardModel,
-    Trunk,
     evaluate_actions,
     frozen_copy,
     gae,
     generate,
     kl_adjusted_rewards,
     kl_per_response,
-    last_action,
-    pad,
     ppo_update,
-    response_mask,
     reward_model_loss,
+    row_lengths,
     score_responses,
     whiten,
 )
-from tiny import EOT, assert_equal, f64, inf, nan, noise, stir, tiny_gpt, tiny_reward_model, weights
-from train_rm import score_pairs
+from plumbing import fast
+from plumbing.text import pad_completions
+from plumbing.training import pair_scores
+from tiny import EOS, assert_equal, biased, f64, inf, nan, noise, stir, tiny_gpt, tiny_reward_model, weights
+
+
+@pytest.fixture(autouse=True, params=["plain", "fast"])
+def how(request, as_written):
+    """Everything here holds for the networks as minippo.py computes them, and for the way in which the scripts do."""
+    if request.param == "fast":
+        fast.install()
+
 
 PROMPTS = [[0], [1, 0, 1], [0, 1]]  # of different lengths, in one batch
 EXACT = {"minibatches": 1, "max_grad_norm": inf, "vf_coef": 0.0}
@@ -38,11 +45,15 @@ EXACT = {"minibatches": 1, "max_grad_norm": inf, "vf_coef": 0.0}
 
 def responses(vocab_size, horizon):
     """All that may be sampled: up to the end token, the last id, or cut off at the horizon."""
-    eot = vocab_size - 1
+    eos = vocab_size - 1
     for length in range(1, horizon + 1):
-        for words in itertools.product(range(eot), repeat=length - 1):
-            yield [*words, eot]
-    yield from (list(words) for words in itertools.product(range(eot), repeat=horizon))
+        for words in itertools.product(range(eos), repeat=length - 1):
+            yield [*words, eos]
+    yield from (list(words) for words in itertools.product(range(eos), repeat=horizon))
+
+
+def score_by(reward_model):
+    return lambda tokens, mask: reward_model(tokens, row_lengths(mask))
 
 
 class Task:
@@ -51,18 +62,18 @@ class Task:
     def __init__(self, vocab_size=4, horizon=3, temperature=1.0, kl_coef=0.1):
         self.temperature, self.kl_coef = temperature, kl_coef
         self.policy, self.ref = tiny_gpt(vocab_size), frozen_copy(tiny_gpt(vocab_size))
-        scorer = stir(RewardModel(self.policy.config).double(), 0.5)
+        score = score_by(stir(RewardModel(self.policy.config).double(), 0.5))
         rows = [(prompt, response) for prompt in PROMPTS for response in responses(vocab_size, horizon)]
-        self.tokens, lengths = pad([prompt + response for prompt, response in rows])
-        self.mask = response_mask(torch.tensor([len(prompt) for prompt, _ in rows]), lengths, self.tokens.shape[1])
-        self.scores, ended = score_responses(scorer, self.tokens, self.mask, vocab_size - 1, 0.1, 0.5)
+        self.tokens, self.mask = pad_completions(rows)
+        config = PPOConfig(length_penalty=0.1, missing_eos_penalty=0.5)
+        self.scores, ended = score_responses(score, self.tokens, self.mask, config, vocab_size - 1)
         assert 0 < ended.sum() < len(ended) and self.scores.std() > 0.1
 
     def logprobs(self):
         return evaluate_actions(self.policy, self.tokens, self.mask, self.temperature)[0]
 
     def record(self, lam=1.0):
-        """What train_ppo.py works out about a batch of responses, without whitening."""
+        """What ppo_iteration computes about a batch of responses, without whitening."""
         with torch.no_grad():
             logprobs, values, _ = evaluate_actions(self.policy, self.tokens, self.mask, self.temperature)
             ref_logprobs, _, _ = evaluate_actions(self.ref, self.tokens, self.mask, self.temperature)
@@ -82,12 +93,12 @@ class Task:
         gradients = torch.autograd.grad(x, list(self.policy.parameters()), allow_unused=True, materialize_grads=True)
         return torch.cat([g.flatten() for g in gradients])
 
-    def step(self, batch, **changes):
+    def step(self, batch, micro_batch=0, **changes):
         """The direction in which ppo_update moves the weights: one plain gradient step of size 1, taken back afterwards."""
         before = {name: x.clone() for name, x in self.policy.state_dict().items()}
         start = weights(self.policy)
         config = PPOConfig(batch_size=len(batch["tokens"]), temperature=self.temperature, **EXACT | changes)
-        ppo_update(self.policy, torch.optim.SGD(self.policy.parameters(), 1.0), batch, config)
+        ppo_update(self.policy, torch.optim.SGD(self.policy.parameters(), 1.0), batch, config, micro_batch)
         moved = weights(self.policy) - start
         self.policy.load_state_dict(before)
         return moved
@@ -194,7 +205,7 @@ def test_the_expected_gradient_of_the_reward_model_is_that_of_the_bradley_terry_
     model, truth = tiny_reward_model(), tiny_reward_model()
     pairs = [(prompt, a, b) for prompt in PROMPTS for a, b in itertools.combinations(list(responses(4, 2)), 2)]
     with torch.no_grad():
-        a, b = score_pairs(truth, pairs, "cpu")
+        a, b = pair_scores(truth, pairs, "cpu")
         chance = (a - b).sigmoid()  # that people prefer a
     parameters = list(model.parameters())
 
@@ -205,15 +216,15 @@ def test_the_expected_gradient_of_the_reward_model_is_that_of_the_bradley_terry_
     expected = 0.0
     for pair, p in zip(pairs, chance):  # the label is random: a is chosen with probability p
         for label, probability in ((pair, p), ((pair[0], pair[2], pair[1]), 1 - p)):
-            expected = expected + probability * gradient(reward_model_loss(*score_pairs(model, [label], "cpu"))[0]) / len(pairs)
-    a, b = score_pairs(model, pairs, "cpu")
+            expected = expected + probability * gradient(reward_model_loss(*pair_scores(model, [label], "cpu"))[0]) / len(pairs)
+    a, b = pair_scores(model, pairs, "cpu")
     likelihood = chance * torch.log((a - b).sigmoid()) + (1 - chance) * torch.log(1 - (a - b).sigmoid())
     assert_equal(expected, gradient(-likelihood.mean()), 1e-9)
     assert expected.norm() > 1e-3
     # At the truth nothing is left to learn.
     model.load_state_dict(truth.state_dict())
-    rest = sum(p * gradient(reward_model_loss(*score_pairs(model, [pair], "cpu"))[0])
-               + (1 - p) * gradient(reward_model_loss(*score_pairs(model, [(pair[0], pair[2], pair[1])], "cpu"))[0])
+    rest = sum(p * gradient(reward_model_loss(*pair_scores(model, [pair], "cpu"))[0])
+               + (1 - p) * gradient(reward_model_loss(*pair_scores(model, [(pair[0], pair[2], pair[1])], "cpu"))[0])
                for pair, p in zip(pairs, chance))  # fmt: skip
     assert_equal(rest, torch.zeros_like(rest), 1e-9)
 
@@ -223,18 +234,19 @@ def test_the_expected_gradient_of_the_reward_model_is_that_of_the_bradley_terry_
 
 def sampled(n=9, temperature=1.0):
     """A policy, a reference, a reward model, and responses of several lengths to prompts of several lengths."""
-    policy, ref, scorer = tiny_gpt(), frozen_copy(tiny_gpt()), frozen_copy(tiny_reward_model())
+    policy, ref, scorer = biased(tiny_gpt(), {EOS: 2.0}), frozen_copy(tiny_gpt()), frozen_copy(tiny_reward_model())
     tokens, mask, logprobs, _ = generate(policy, [[1 + i % 3] * (1 + i % 4) for i in range(n)], 8, temperature)
     assert len(set(mask.sum(1).tolist())) > 2
     return policy, ref, scorer, tokens, mask, logprobs
 
 
 def numbers(policy, ref, scorer, tokens, mask, temperature=1.0):
-    """Everything that train_ppo.py works out about each row, before it averages anything: name -> (B,) or (B, T-1)."""
+    """Everything that ppo_iteration computes about each row, before it averages anything: name -> (B,) or (B, T-1)."""
     with torch.no_grad():
         logprobs, values, entropy = evaluate_actions(policy, tokens, mask, temperature)
         ref_logprobs, _, _ = evaluate_actions(ref, tokens, mask, temperature)
-    scores, ended = score_responses(scorer, tokens, mask, EOT, 0.1, 0.5)
+    config = PPOConfig(length_penalty=0.1, missing_eos_penalty=0.5)
+    scores, ended = score_responses(score_by(scorer), tokens, mask, config, EOS)
     rewards = kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, 0.2)
     advantages, returns = gae(rewards, values, mask, 0.9, 0.8)
     k1, k3 = kl_per_response(logprobs, ref_logprobs, mask)
@@ -244,12 +256,12 @@ def numbers(policy, ref, scorer, tokens, mask, temperature=1.0):
 
 def widened(tokens, mask, columns, junk):
     """The same rows with `columns` more columns, and every slot of padding filled with `junk`."""
-    after = torch.arange(tokens.shape[1]) > last_action(mask)[:, None] + 1
+    after = torch.arange(tokens.shape[1]) > row_lengths(mask)[:, None] - 1
     tokens = torch.where(after, junk, tokens)
     return torch.nn.functional.pad(tokens, (0, columns), value=junk), torch.nn.functional.pad(mask, (0, columns))
 
 
-@pytest.mark.parametrize("junk", [0, 7, EOT])
+@pytest.mark.parametrize("junk", [0, 7, EOS])
 @pytest.mark.parametrize("columns", [0, 3])
 def test_what_stands_in_the_padding_and_how_much_there_is_changes_no_number_of_a_row(junk, columns):
     *models, tokens, mask, _ = sampled()
@@ -266,7 +278,7 @@ def test_a_row_alone_has_the_numbers_that_it_has_among_others_in_any_order():
     for name, x in together.items():
         assert_equal(shuffled[name].double(), x[order].double(), 1e-6)
     for i in range(len(tokens)):
-        width = int(last_action(mask)[i]) + 1
+        width = int(row_lengths(mask)[i]) - 1
         alone = numbers(*models, tokens[i : i + 1, : width + 1], mask[i : i + 1, :width])
         for name, x in alone.items():
             assert_equal(x[0].double(), (together[name][i, :width] if x.dim() == 2 else together[name][i]).double(), 1e-6)
@@ -315,18 +327,6 @@ def test_a_minibatch_in_pieces_takes_the_same_step_however_the_tokens_are_spread
     whole = task.step(batch, **changes)
     assert len(set(task.mask.sum(1).tolist())) > 2 and whole.norm() > 1e-3
     assert_equal(task.step(batch, micro_batch=micro_batch, **changes), whole)
-
-
-def test_recomputing_activations_changes_no_gradient(monkeypatch):
-    task = Task()
-    batch = task.record()
-    plain = task.step(batch, vf_coef=0.5)
-    monkeypatch.setattr(Trunk, "checkpointing", True)
-    calls = []
-    block = task.policy.trunk.blocks[0]
-    block.register_forward_pre_hook(lambda *_: calls.append(1))
-    assert_equal(task.step(batch, vf_coef=0.5), plain)
-    assert len(calls) == 2  # once forward, once more on the way back
 
 
 @pytest.mark.parametrize("junk", [nan, inf, 1e9])

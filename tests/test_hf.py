@@ -1,4 +1,4 @@
-"""The specification of hf.py. Run: python -m pytest tests/test_hf.py (needs transformers; .ci/run installs it)"""
+"""The specification of plumbing/hf.py. Run: python -m pytest tests/test_hf.py (needs transformers; .ci/run installs it)"""
 
 import json
 import os
@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-import hf
 from data import zoo
-from minippo import GPT, GPTConfig, RewardModel, Tokenizer, UserError, save_checkpoint
+from minippo import GPT, GPTConfig, RewardModel
+from plumbing import hf
+from plumbing.checkpoints import save_checkpoint
+from plumbing.settings import UserError
+from plumbing.text import Tokenizer
 from tiny import stir
 
 if not os.environ.get("NO_SKIP"):
@@ -50,7 +53,7 @@ def test_gpt2_read_from_a_folder_gives_the_logits_and_the_ids_of_transformers(fo
     their_ids = ByteLevelBPETokenizer.from_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
     for text in [*TEXTS[:3], *zoo.PROMPTS]:
         assert ours.encode(text) == their_ids.encode(text).ids and ours.decode(ours.encode(text)) == text
-    assert ours.eot == model.config.vocab_size - 1
+    assert ours.eos == model.config.vocab_size - 1
 
 
 def small(kind, tokenizer):
@@ -73,7 +76,7 @@ def test_an_exported_policy_gives_the_same_logits_ids_and_text_in_transformers(t
     fast = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     for text in [*TEXTS[:3], *zoo.PROMPTS]:
         assert fast.encode(text) == tokenizer.encode(text) and fast.decode(fast.encode(text)) == text
-    assert fast.eos_token_id == tokenizer.eot == theirs.config.eos_token_id
+    assert fast.eos_token_id == tokenizer.eos == theirs.config.eos_token_id
 
 
 def test_an_exported_reward_model_gives_the_normalised_scores_in_transformers_also_with_padding(tmp_path, tokenizer):
@@ -81,7 +84,7 @@ def test_an_exported_reward_model_gives_the_normalised_scores_in_transformers_al
     save_checkpoint(tmp_path / "rm.pt", "rm", scorer, tokenizer)
     hf.export(tmp_path / "rm.pt", tmp_path / "out")
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
-    rows = [tokenizer.encode(TEXTS[0]) + tokenizer.encode(TEXTS[1]) + [tokenizer.eot], tokenizer.encode(TEXTS[0]) + [tokenizer.eot]]
+    rows = [tokenizer.encode(TEXTS[0]) + tokenizer.encode(TEXTS[1]) + [tokenizer.eos], tokenizer.encode(TEXTS[0]) + [tokenizer.eos]]
     pad = theirs.config.pad_token_id
     longest = max(map(len, rows))
     tokens = torch.tensor([row + [pad] * (longest - len(row)) for row in rows])
@@ -121,7 +124,8 @@ def test_another_activation_a_foreign_vocabulary_and_a_missing_one_are_refused(f
 
 
 def test_the_benchmark_for_a_gpu_runs_on_a_tiny_model_too():
-    printed = subprocess.check_output([sys.executable, "-m", "bench.gpu", "--try"], cwd=Path(hf.__file__).parent, encoding="utf-8")
+    command = [sys.executable, "-m", "bench.gpu", "--try"]
+    printed = subprocess.check_output(command, cwd=Path(hf.__file__).parents[1], encoding="utf-8")
     lines = printed.splitlines()
     assert sum(re.match(r"(64|256) prompts, eager: rollout \d.*, scoring \d.*, update \d", line) is not None for line in lines) == 2
     assert sum("transformers: generate()" in line for line in lines) == 2

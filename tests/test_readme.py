@@ -1,16 +1,19 @@
-"""The README says what was measured. Run: python -m pytest tests/test_readme.py"""
+"""README.md and RESULTS.md say what was measured. Run: python -m pytest tests/test_readme.py"""
 
 import json
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench import real
-from bench.results import splice, tables
+from bench.results import TEXTS, splice, tables
+from data.zoo import BEST, WORST, judge
+from minippo import PPOConfig, evaluate_actions, gae, kl_adjusted_rewards, kl_per_response, ppo_update, response_mask, whiten
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+TEXT = {name: (ROOT / name).read_text(encoding="utf-8") for name in TEXTS}
 RESULTS = json.loads((ROOT / "bench" / "results.json").read_text())
 
 
@@ -25,25 +28,36 @@ def numbers_in(x):
     return [float(x)] if isinstance(x, (int, float)) else []
 
 
-TABLES = ["systems", "seeds", "ablations", "no_penalty", "hacked", "real", "reviews", "memory", "speed", "growth"]
+MARKERS = {
+    "README.md": ["run", "example", "files"],
+    "RESULTS.md": ["systems", "seeds", "ablations", "no_penalty", "hacked", "real", "reviews", "memory", "speed", "growth"],
+}
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", TEXTS)
 def test_each_table_is_the_one_that_the_results_give(name):
-    assert splice(README, name, tables(RESULTS)[name]) == README
+    assert sorted(re.findall(r"<!-- (\w+) -->", TEXT[name])) == sorted(MARKERS[name] + ["snippet"] * (name == "README.md"))
+    made = tables(RESULTS)
+    for marker in MARKERS[name]:
+        assert splice(TEXT[name], marker, made[marker]) == TEXT[name], marker
 
 
-def test_every_line_that_the_readme_shows_was_printed():
-    block = README.split("lines are left out):\n")[1].split("\nThen talk to it")[0]
-    printed = {line.strip() for line in RESULTS["make_run"]}
-    shown = [line.strip() for line in block.splitlines() if line.strip() not in ("", "...")]
-    assert len(shown) > 40 and [line for line in shown if line not in printed] == []
+def test_the_front_door_is_short():
+    assert len(TEXT["README.md"].splitlines()) <= 230
+
+
+def test_the_three_graded_answers_get_these_grades():
+    rows = re.findall(r"^\| (-?[\d.]+) \| (.+) \|$", TEXT["README.md"], re.M)
+    assert len(rows) == 3
+    for grade, answer in rows:
+        assert judge("What does a bee eat?", f" {answer}") == float(grade)
+    assert (WORST, BEST) == (-3, 3) and "grades from -3 to 3" in TEXT["README.md"]
 
 
 def test_the_settings_shown_for_other_data_are_those_that_were_measured():
     for name, folder in (("reviews", "data/rt"), ("dialogues", "data/hh")):
         for script, flags in real.SETTINGS[name].items():
-            assert f"    python {script} --data {folder} --out out/{name} {flags}\n" in README
+            assert f"    python {script} --data {folder} --out out/{name} {flags}\n" in TEXT["RESULTS.md"]
 
 
 def test_memory_is_what_was_predicted_within_a_fifth():
@@ -52,22 +66,52 @@ def test_memory_is_what_was_predicted_within_a_fifth():
 
 
 def test_every_measured_number_in_the_text_about_the_results_is_among_the_results():
-    text = README.split("## Results\n")[1].split("## An accident")[0]
-    for name in set(TABLES) - {"memory"}:  # which stands elsewhere
+    text = TEXT["RESULTS.md"]
+    for name in set(MARKERS["RESULTS.md"]):
         text = splice(text, name, "")
     known = numbers_in({**RESULTS, "make_run": []})
-    for number in re.findall(r"(?<![\w.])-?\d+\.\d{2,}", text):
+    for number in re.findall(r"(?<![\w.:])-?\d+\.\d{2,}(?!\d)", text):
         digits = len(number.split(".")[1])
-        assert any(round(x, digits) == float(number) for x in known), number
+        assert any(round(x, digits) == float(number) for x in known) or f"arXiv:{number}" in text, number
 
 
-def test_the_pictures_are_there():
-    for path in re.findall(r"\]\((bench/[\w.]+)\)", README):
-        assert (ROOT / path).exists(), path
+def test_the_pictures_and_the_files_are_there():
+    for text in TEXT.values():
+        for path in re.findall(r"\]\(([\w./]+)\)", text):
+            assert (ROOT / path).exists(), path
 
 
-def test_the_table_of_files_has_their_lengths():
-    rows = re.findall(r"^\| `([\w/.]+)` \| ([\d,]+) \|", README, re.M)
-    assert len(rows) >= 8
-    for path, lines in rows:
-        assert len((ROOT / path).read_text(encoding="utf-8").splitlines()) == int(lines.replace(",", "")), path
+def test_the_snippet_works_around_a_gpt2_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    code = TEXT["README.md"].split("<!-- snippet -->\n```python\n")[1].split("```")[0]
+    torch.manual_seed(0)
+    shape = {"vocab_size": 40, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, bos_token_id=39, eos_token_id=39)).train()
+    names = {"torch": torch, "response_mask": response_mask, "gpt2": gpt2}
+    exec(code, names)
+    policy, prompts = names["policy"], [[1, 2, 3], [4], [5, 6], [7] * 6] * 30
+    assert not gpt2.training
+    with torch.no_grad():
+        tokens, mask = names["sample"](gpt2, prompts, 39, max_new_tokens=8)
+        logprobs, values, _ = evaluate_actions(policy, tokens, mask)
+        direct = gpt2(tokens).logits.log_softmax(-1)[:, :-1].gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    for row, inside, prompt in zip(tokens.tolist(), mask.tolist(), prompts, strict=True):
+        response = [token for token, is_response in zip(row[1:], inside, strict=True) if is_response]
+        assert row[: len(prompt)] == prompt and inside[len(prompt) - 1] and 39 not in response[:-1]
+        assert len(response) == 8 or response[-1] == 39
+    torch.testing.assert_close(logprobs[mask], direct[mask])
+    # The samples are those of the full distribution: k1 and k3 against any other model agree on average.
+    other = torch.log_softmax(torch.randn(40), -1)[tokens[:, 1:]]
+    k1, k3 = kl_per_response(logprobs, other, mask)
+    assert abs(k1.mean() - k3.mean()) < 5 * (k1 - k3).std() / len(k1) ** 0.5
+    assert len(set(tokens[:, 1:][mask].tolist())) == 40  # nothing is cut off
+    # And an update of minippo trains it.
+    rewards = kl_adjusted_rewards(-mask.sum(1).float(), logprobs, logprobs, mask, 0.1)
+    advantages, returns = gae(rewards, values, mask, 1.0, 1.0)
+    batch = {"tokens": tokens, "mask": mask, "logprobs": logprobs, "ref_logprobs": logprobs, "values": values}
+    batch |= {"advantages": whiten(advantages, mask), "returns": returns}
+    optimizer = torch.optim.SGD(policy.parameters(), 0.01)
+    (stats,) = ppo_update(policy, optimizer, batch, PPOConfig(batch_size=120, minibatches=1, vf_coef=0.0))
+    assert abs(stats["ratio_max"] - 1) < 1e-4
+    after = evaluate_actions(policy, tokens, mask)[0].detach()
+    assert ((after - logprobs) * batch["advantages"]).sum() > 0

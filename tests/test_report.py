@@ -1,11 +1,11 @@
-"""The specification of bench/report.py: the limits that PPO is held against. Run: python -m pytest tests/test_report.py"""
+"""The specification of plumbing/report.py: the limits that PPO is held against. Run: python -m pytest tests/test_report.py"""
 
 import itertools
 
 import pytest
 import torch
 
-from bench.report import best_of_n, optimal_objective
+from plumbing.report import best_of_n, estimate, optimal_objective, optimality, spread_out
 from tiny import assert_equal, f64, noise
 
 
@@ -40,3 +40,47 @@ def test_best_of_1_is_the_mean_and_best_of_all_the_maximum():
     scores = noise(3, 256)
     assert_equal(best_of_n(scores, scores, 1), scores.mean(1), 1e-6)
     assert_equal(best_of_n(scores, scores, 256), scores.amax(1), 1e-6)
+
+
+def test_an_estimate_is_a_mean_over_prompts_with_its_standard_error():
+    x = noise(50, 4)
+    prompts = x.mean(1)
+    expected = {"a": prompts.mean().item(), "a_se": (prompts.std() / 50**0.5).item()}
+    assert estimate("a", x) == pytest.approx(expected)
+    assert estimate("a", x, torch.full((50,), 7.0)) == pytest.approx(expected)
+    assert estimate("a", f64([[1, 2, 3]])) == {"a": 2.0, "a_se": None}
+
+
+def test_a_prompt_of_twice_the_weight_counts_twice():
+    got = estimate("a", f64([1, 4]), f64([2, 1]))
+    assert got["a"] == pytest.approx(2.0)
+    # Each prompt's part is weight x (its value - the mean); with n / (n - 1) as in any sample.
+    assert got["a_se"] == pytest.approx(((2 / 3 * -1) ** 2 + (1 / 3 * 2) ** 2) ** 0.5 * 2**0.5)
+
+
+def test_optimality_is_the_share_of_what_can_be_gained_and_its_error_that_of_a_ratio():
+    J_sft, J_best = noise(4000), noise(4000) + 10
+    J = J_sft + 0.9 * (J_best - J_sft) + 0.5 * noise(4000)
+    got = optimality(J, J_sft, J_best)
+    assert got["optimality"] == pytest.approx(((J - J_sft).mean() / (J_best - J_sft).mean()).item())
+    assert got["optimality"] == pytest.approx(0.9, abs=4 * 0.05 / 4000**0.5)
+    assert got["optimality_se"] == pytest.approx(0.05 / 4000**0.5, rel=0.1)  # 0.5 / 10 per prompt: what is common cancels out
+    repeats = [optimality(*(x[i : i + 40] for x in (J, J_sft, J_best)))["optimality"] for i in range(0, 4000, 40)]
+    assert torch.tensor(repeats).std().item() == pytest.approx(0.05 / 40**0.5, rel=0.2)
+
+
+@pytest.mark.parametrize("n, unseen, seen", [(8, 4, 4), (100, 5, 20), (12, 5, 7), (2, 1, 1)])
+def test_half_of_the_prompts_looked_at_closely_are_unseen_ones_and_the_weights_make_up_for_it(n, unseen, seen):
+    prompts = [[i] for i in range(25)]
+    chosen, weights = spread_out(prompts, {(i,) for i in range(20)}, n)
+    new = [prompt[0] >= 20 for prompt in chosen]
+    assert (sum(new), len(new) - sum(new)) == (unseen, seen)
+    assert len({tuple(prompt) for prompt in chosen}) == len(chosen) == len(weights)
+    assert weights[torch.tensor(new)].sum().item() == pytest.approx(5) and weights.sum().item() == pytest.approx(25)
+
+
+def test_where_all_prompts_are_seen_or_none_are_they_weigh_the_same():
+    prompts = [[i] for i in range(9)]
+    for seen in (set(), {(i,) for i in range(9)}):
+        chosen, weights = spread_out(prompts, seen, 4)
+        assert len(chosen) == 4 and len(set(weights.tolist())) == 1

@@ -7,7 +7,7 @@ import torch
 from minippo import GPT, GPTConfig, RewardModel
 
 inf, nan = math.inf, math.nan
-EOT = 10  # of the tiny models: ids 0 .. 9 are ordinary tokens
+EOS = 10  # of the tiny models: ids 0 .. 9 are ordinary tokens
 
 
 def f64(rows):
@@ -35,12 +35,12 @@ def stir(model, size=0.3):
     return model
 
 
-def tiny_gpt(vocab_size=EOT + 1, context=16, layers=2, **more):
+def tiny_gpt(vocab_size=EOS + 1, context=16, layers=2, **more):
     return stir(GPT(GPTConfig(vocab_size, context, layers, heads=2, channels=8, **more)).double().eval())
 
 
 def tiny_reward_model(**more):
-    return stir(RewardModel(GPTConfig(EOT + 1, 16, 2, heads=2, channels=8, **more)).double().eval())
+    return stir(RewardModel(GPTConfig(EOS + 1, 16, 2, heads=2, channels=8, **more)).double().eval())
 
 
 def biased(policy, bias):
