@@ -7,15 +7,14 @@ Random weights, 64 and 256 prompts of 64 tokens, 64 new tokens each, 4 epochs x 
 """
 
 import argparse
-import dataclasses
 import json
 
 import torch
 import torch.nn.functional as F
 
 from bench.speed import GPT2, ROOT, Workload, seconds_of
-from minippo import Trunk, UserError, generate
-from plumbing import RunConfig, adamw, prepare, run_script
+from plumbing.settings import RunConfig, UserError, prepare, run_script
+from plumbing.training import adamw
 
 TINY = {"layers": 2, "heads": 2, "channels": 32, "vocab_size": 300, "context": 128, "prompt": (8, 8), "new": 8}
 
@@ -75,22 +74,7 @@ def others(size, work, device):
 def measure(size, device):
     """All figures of one batch size."""
     work = Workload("gpt2", size.items(), device)
-    row = {"eager": iteration(work)}
-    if device == "cuda":
-        work.config = dataclasses.replace(work.config, cuda_graph=True)
-        row["graph"] = iteration(work)
-    return row | {"transformers": others(size, work, device)}
-
-
-def graph_agrees(size):
-    """The share of response tokens that are the same with a graph and without it, in float32."""
-    autocast, Trunk.autocast = Trunk.autocast, None
-    work, tokens = Workload("gpt2", size.items(), "cuda"), []
-    for cuda_graph in (False, True):
-        torch.manual_seed(1)
-        tokens.append(generate(work.policy, work.prompts, size["new"], cuda_graph=cuda_graph)[0][:, -size["new"] :])
-    Trunk.autocast = autocast
-    return (tokens[0] == tokens[1]).float().mean().item()
+    return {"eager": iteration(work), "transformers": others(size, work, device)}
 
 
 def main():
@@ -109,16 +93,12 @@ def main():
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     result = {"name": name, "rate": matrix_rate(device, 512 if tiny else 8192), "batches": {}}
     print(f"{name}: {result['rate'] / 1e12:.1f} T operations/s in a large bfloat16 product")
-    if device == "cuda":
-        result["graph_agrees"] = graph_agrees(size | {"batch": 64})
-        print(f"with a CUDA graph {100 * result['graph_agrees']:.1f} % of the tokens are the same, in float32")
     for batch in (64, 256):
         row = result["batches"][batch] = measure(size | {"batch": batch}, device)
-        for way in ("eager", "graph"):
-            if way in row:
-                share = row[way]["operations"] / row[way]["update"] / result["rate"]
-                phases = ", ".join(f"{phase} {row[way][phase]:.3f} s" for phase in ("rollout", "scoring", "update"))
-                print(f"{batch} prompts, {way}: {phases}; the update at {100 * share:.0f} % of the rate of products")
+        eager = row["eager"]
+        share = eager["operations"] / eager["update"] / result["rate"]
+        phases = ", ".join(f"{phase} {eager[phase]:.3f} s" for phase in ("rollout", "scoring", "update"))
+        print(f"{batch} prompts, eager: {phases}; the update at {100 * share:.0f} % of the rate of products")
         theirs = row["transformers"]
         print(f"    transformers: generate() {theirs['generate']:.3f} s, training {theirs['training']:.3f} s", flush=True)
         if not tiny:

@@ -1,4 +1,4 @@
-"""What PPO needs of memory for GPT-2 small, medium, large and XL: worked out, and measured for one of them.
+"""What PPO needs of memory for GPT-2 small, medium, large and XL: computed, and measured for one of them.
 
     python -m bench.memory              prints the table of the README
     python -m bench.memory --measure    also runs three PPO iterations of a GPT-2 small with random weights on the CPU, through
@@ -16,7 +16,9 @@ from pathlib import Path
 
 import torch
 
-from minippo import GPT, GPTConfig, RewardModel, Tokenizer, load_checkpoint, save_checkpoint
+from minippo import GPT, GPTConfig, RewardModel
+from plumbing.checkpoints import load_checkpoint, save_checkpoint
+from plumbing.text import Tokenizer
 
 ROOT = Path(__file__).parents[1]
 SHAPES = {"GPT-2": (12, 12, 768), "GPT-2 medium": (24, 16, 1024), "GPT-2 large": (36, 20, 1280), "GPT-2 XL": (48, 25, 1600)}
@@ -66,7 +68,7 @@ def rows_of_table(base):
 
 def write_folder(folder):
     """A GPT-2 small with random weights in the Hugging Face format, and a made-up vocabulary of its size."""
-    import hf
+    from plumbing import hf
 
     single = [bytes([b]) for b in range(256)]
     pairs = (a + b for a, b in itertools.product(single, single))

@@ -1,7 +1,7 @@
-"""Every figure, table and picture of the README, from training runs over several seeds.
+"""Every figure, table and picture of README.md and RESULTS.md, from training runs over several seeds.
 
     python -m bench.results            runs whatever is missing, one process each, then writes bench/results.json, the pictures
-                                       beside it, and the tables of README.md; if interrupted, it goes on where it stopped
+                                       beside it, and the tables of both texts; if interrupted, it goes on where it stopped
     python -m bench.results --summary  only the latter, from the runs that are there
 
 The runs are kept in out/results. The default is trained on five seeds at full length; each ablation on three, for 100 iterations.
@@ -18,9 +18,12 @@ from pathlib import Path
 
 import torch
 
-from bench.report import best_of_n, optimal_objective, respond
-from minippo import load_checkpoint, load_jsonl, save_checkpoint, score_responses
-from plumbing import run_script
+import minippo
+from minippo import PPOConfig, row_lengths
+from plumbing.checkpoints import load_checkpoint, save_checkpoint
+from plumbing.report import best_of_n, optimal_objective, respond
+from plumbing.settings import RunConfig, prepare, run_script
+from plumbing.text import load_jsonl, texts_of
 
 ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "out" / "results"
@@ -47,7 +50,18 @@ ABLATIONS = {
     "a quarter of the pairs": "",
     "a quarter of the pairs, beta = 0": "--kl_coef 0",
 }
-OTHERS = ("real", "memory", "speed", "gpu")  # what the other programs of bench/ have written
+TEXTS = ("README.md", "RESULTS.md")
+FILES = {
+    "minippo.py": "the algorithm, to be read",
+    "train_sft.py": "stage 1: imitate demonstrations",
+    "train_rm.py": "stage 2: learn which answers are preferred",
+    "train_ppo.py": "stage 3: raise the score, stay close",
+    "sample.py": "talk to a trained model",
+    "plumbing/": "flags, tokenizer, data folders, checkpoints, resuming, the report, the Hugging Face bridge",
+    "data/": "the default data and its judge; two converters",
+    "tests/": "the specification, the proof, the known bugs",
+    "bench/": "whatever makes a number or a picture of README.md and RESULTS.md",
+}
 HACKED = "a quarter of the pairs, beta = 0"
 NO_PENALTY, OTHER_DATA = RUNS / "no_penalty", RUNS / "other_data"  # one run each, seed 0, at full length
 
@@ -71,14 +85,14 @@ def models_of(name, seed):
     return folder("few pairs" if "quarter" in name else "raw" if "not normalised" in name else "models", seed)
 
 
-def make_models(seed):
+def make_models(seed, ablations):
     """SFT and reward model of a seed; the same with a quarter of the pairs; the same with scores that are not normalised."""
     out, few, raw = (folder(name, seed) for name in ("models", "few pairs", "raw"))
     for kind in ("sft", "rm"):
         if not (out / f"{kind}.done").exists():
             command(f"train_{kind}.py", "--out", str(out), "--seed", str(seed))
             (out / f"{kind}.done").touch()
-    if seed >= FEW_SEEDS:
+    if seed >= FEW_SEEDS or not ablations:
         return
     if not (raw / "rm.pt").exists():
         model, tokenizer, facts = load_checkpoint(out / "rm.pt", ("rm",))
@@ -105,16 +119,18 @@ def recorded_ppo(name, seed, flags):
 
     models, out = models_of(name, seed), folder(name, seed)
     tokenizer = load_checkpoint(models / "sft.pt", ("sft",))[1]
-    scored, grades = train_ppo.score_responses, []
+    iterate, grades = train_ppo.ppo_iteration, []
 
-    def score_and_judge(reward_model, tokens, mask, *rest):
-        grades.append(sum(map(judge, *train_ppo.texts_of(tokenizer, tokens, mask))) / len(tokens))
+    def iterate_and_judge(*args, **kwargs):
+        batch, metrics = iterate(*args, **kwargs)
+        prompts, responses = texts_of(tokenizer, batch["tokens"], batch["mask"])
+        grades.append(sum(map(judge, prompts, responses)) / len(prompts))
         (out / "judge.json").write_text(json.dumps(grades))
-        return scored(reward_model, tokens, mask, *rest)
+        return batch, metrics
 
-    train_ppo.score_responses = score_and_judge
+    train_ppo.ppo_iteration = iterate_and_judge
     if name == "no advantage whitening":
-        train_ppo.whiten = lambda x, mask: torch.where(mask, x, 0.0)
+        minippo.whiten = lambda x, mask: torch.where(mask, x, 0.0)
     sys.argv = ["train_ppo.py", "--models", str(models), "--out", str(out), "--seed", str(seed), *flags]
     run_script(train_ppo.main)
 
@@ -127,9 +143,11 @@ def missing():
     return [(name, seed, flags) for name, seed, flags in runs if not (folder(name, seed) / "ppo.done").exists()]
 
 
-def run_all():
+def run_all(ablations):
     for name, seed, flags in missing():
-        make_models(seed)
+        if name != "full" and not ablations:
+            continue
+        make_models(seed, ablations)
         command("bench.results", "--record", name, "--seed", str(seed), "--out", str(folder(name, seed)), *flags)
         (folder(name, seed) / "ppo.done").touch()
     if not (NO_PENALTY / "report.json").exists():
@@ -161,7 +179,6 @@ class Yardstick:
 
     def __init__(self, name, seed):
         from data.zoo import judge
-        from minippo import PPOConfig
 
         models = models_of(name, seed)
         self.sft, self.tokenizer, _ = load_checkpoint(models / "sft.pt", ("sft",))
@@ -174,9 +191,9 @@ class Yardstick:
 
     def respond(self, policy, n):
         def score(tokens, mask):
-            return score_responses(self.reward_model, tokens, mask, self.tokenizer.eot, 0.0, self.config.missing_eos_penalty)
+            return self.reward_model(tokens, row_lengths(mask))
 
-        return respond(policy, self.sft, score, self.prompts, n, self.tokenizer, self.config, self.judge)
+        return respond(policy, self.sft, score, self.prompts, n, self.tokenizer, self.config, judge=self.judge)
 
     def measure(self, policy, beta=0.1):
         """What a policy reaches: score, judge, KL, and J = score - beta KL as a share of the way from SFT to the optimum."""
@@ -233,20 +250,23 @@ def summarise():
 
     out["best_of_n"] = {n: over_seeds([stick("full", seed).best_of(n) for seed in seeds]) for n in (4, 16, 64)}
     out["optimum"] = {beta: over_seeds([stick("full", seed).optimum(beta) for seed in seeds]) for beta in BETAS}
-    out["ablations"], out["hacked"] = {}, []
+    if (folder(HACKED, FEW_SEEDS - 1) / "ppo.done").exists():  # the last of the ablations: all have run
+        out |= summarise_ablations(stick)
+    return out
+
+
+def summarise_ablations(stick):
+    out = {"ablations": {}}
     for name, flags in ABLATIONS.items():
         rows = []
         for seed in range(FEW_SEEDS):
-            if (folder(name, seed) / "ppo.done").exists():
-                policy, _, _ = load_checkpoint(folder(name, seed) / "ppo.pt", ("ppo",))
-                row, x, texts = stick(name, seed).measure(policy)
-                rows.append(row)
-                if name == HACKED and seed == 0:
-                    out["hacked"] = worst_of(x, texts, stick(name, seed))
-        if rows:
-            out["ablations"][name] = {"flags": flags, **over_seeds(rows)}
-    out["paths"] = {name: path_of(name) for name in ("beta = 0.03", "default", "beta = 0.3", HACKED)}
-    return out
+            policy, _, _ = load_checkpoint(folder(name, seed) / "ppo.pt", ("ppo",))
+            row, x, texts = stick(name, seed).measure(policy)
+            rows.append(row)
+            if name == HACKED and seed == 0:
+                out["hacked"] = worst_of(x, texts, stick(name, seed))
+        out["ablations"][name] = {"flags": flags, **over_seeds(rows)}
+    return out | {"paths": {name: path_of(name) for name in ("beta = 0.03", "default", "beta = 0.3", HACKED)}}
 
 
 def worst_of(x, texts, stick):
@@ -284,6 +304,8 @@ def tables(results):
         rows += [[f"best of {n}", cell(x["judge"]), cell(x["score"]), f"{x['kl']['mean']:.2f}", ""]]
     optimality = ppo("ppo", "optimality")
     rows += [["**PPO**", *(cell(ppo("ppo", name)) for name in ("judge", "score", "kl")), cell(optimality, 3)]]
+    unseen = [cell(ppo("ppo_unseen", name)) for name in ("judge", "score", "kl")]
+    rows += [["PPO, on the 50 unseen prompts", *unseen, cell(ppo("ppo_unseen", "optimality"), 3)]]
     best = results["optimum"]["0.1"]
     rows += [["the optimum at beta = 0.1", *(cell(best[name]) for name in ("judge", "score", "kl")), "1"]]
     out = {"systems": table(["", "judge", "score", "KL", "optimality"], rows)}
@@ -295,12 +317,43 @@ def tables(results):
         [label, f"{r['sft']['above_entropy']:.4f} ± {r['sft']['above_entropy_se']:.4f}",
          f"{r['rm']['below_ceiling']:.4f} ± {r['rm']['below_ceiling_se']:.4f}", f"{part:.2f}",
          *(f"{r['ppo'][name]:.{digits}f} ± {r['ppo'][name + '_se']:.{digits}f}"
-           for name, digits in (("win_rate_vs_sft", 3), ("kl", 2), ("eos_rate", 4), ("optimality", 3)))]
+           for name, digits in (("win_rate_vs_sft", 3), ("kl", 2), ("eos_rate", 4), ("optimality", 3))),
+         f"{r['ppo_unseen']['optimality']:.3f} ± {r['ppo_unseen']['optimality_se']:.3f}"]
         for label, r, part in zip(labels, reports, share)
     ]  # fmt: skip
     head = ["seed", "SFT above the entropy, nats/token", "RM below its ceiling", "judge, share of the way to 3", "wins against SFT",
-            "KL", "end-of-text", "optimality"]  # fmt: skip
+            "KL", "end-of-text", "optimality", "on unseen prompts"]  # fmt: skip
     out["seeds"] = table(head, rows)
+    return out | ablation_tables(results) | other_tables(results) | screens(results)
+
+
+def screens(results):
+    """What README.md shows of what the programs print, and its table of files."""
+    printed = results["make_run"]
+    start = next(i for i, line in enumerate(printed) if line.split()[:2] == ["judge", "score"])
+    stop = next(i for i, line in enumerate(printed) if line.startswith("best possible"))
+    limits = next(i for i, line in enumerate(printed) if line.startswith("optimality"))
+    systems = [line for line in printed[start : stop + 1] if not line.startswith(("best of 4 ", "best of 64"))]
+    report = [*systems, *printed[limits : limits + 3]]
+    example = results["example"]
+    shown = [line for line in example if not line.startswith("iteration") or int(line.split()[1]) in (1, 100)]
+
+    def block(lines):
+        return "\n" + "\n".join(f"    {line}".rstrip() for line in lines) + "\n"
+
+    rows = []
+    for name, text in FILES.items():
+        paths = sorted((ROOT / name).rglob("*.py")) if name.endswith("/") else [ROOT / name]
+        lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
+        rows += [[f"[`{name}`]({name})", f"{lines:,}", text]]
+    head = ["", "lines", "what it is"]
+    files = table(head, rows).replace("| --- | ---: | ---: |", "| --- | ---: | --- |")
+    return {"run": block(report), "example": block(shown), "files": files}
+
+
+def ablation_tables(results):
+    """The same of the runs with other settings: ablations, no penalty, few pairs."""
+    reports, out = results["reports"], {}
     names = ("judge", "score", "kl", "eos_rate", "response_length")
     systems = {"SFT model": reports[0]["sft"], "PPO, beta = 0.1": reports[0]["ppo"], "PPO, beta = 0": results["no_penalty"]["ppo"]}
     rows = [[label, *(f"{x[name]:.2f} ± {x[name + '_se']:.2f}" for name in names)] for label, x in systems.items()]
@@ -313,7 +366,7 @@ def tables(results):
     for x in results["hacked"]:
         rows += [[f"{x['prompt']} **{x['response'].strip()}**", *(f"{x[key]:.2f}" for key in names)]]
     out["hacked"] = table(["prompt and response", *names], rows)
-    return out | other_tables(results)
+    return out
 
 
 def other_tables(results):
@@ -357,10 +410,12 @@ def other_tables(results):
     return out
 
 
-def splice(readme, name, text):
-    """Put the text between the markers <!-- name --> and <!-- /name --> of the README."""
+def splice(document, name, text):
+    """Put the text between the markers <!-- name --> and <!-- /name --> of a document, if it has them."""
     begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-    before, rest = readme.split(begin)
+    if begin not in document:
+        return document
+    before, rest = document.split(begin)
     return before + begin + text + "\n" + end + rest.split(end, 1)[1]
 
 
@@ -425,27 +480,29 @@ def main():
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
     parser.add_argument("--summary", action="store_true", help="train nothing")
+    parser.add_argument("--no_ablations", action="store_true", help="only the seeds; the ablations stay as they are")
     parser.add_argument("--record", metavar="SETTING", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     args, flags = parser.parse_known_args()
     if args.record:
         return recorded_ppo(args.record, args.seed, flags)
+    prepare(RunConfig(device="cpu"))
     if not args.summary:
-        run_all()
+        run_all(not args.no_ablations)
     path = ROOT / "bench" / "results.json"
-    elsewhere = {name: x for name, x in json.loads(path.read_text()).items() if name in OTHERS}
-    results = summarise() | elsewhere
+    results = json.loads(path.read_text()) | summarise()  # what has not been run again, here or by other programs, stays
     log = ROOT / "out" / "run.log"  # what `make run` printed, for the README: make run | tee out/run.log
     results["make_run"] = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
+    results["example"] = subprocess.check_output([sys.executable, "minippo.py"], cwd=ROOT, encoding="utf-8").splitlines()
     path.write_text(json.dumps(results, indent=1) + "\n")
     results = json.loads(path.read_text())  # as the test of the README reads it
     draw(results)
-    readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    for name, lines in tables(results).items():
-        text = splice(text, name, lines)
-    readme.write_text(text, encoding="utf-8")
+    for name in TEXTS:
+        document = (ROOT / name).read_text(encoding="utf-8")
+        for marker, lines in tables(results).items():
+            document = splice(document, marker, lines)
+        (ROOT / name).write_text(document, encoding="utf-8")
 
 
 if __name__ == "__main__":

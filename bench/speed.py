@@ -4,8 +4,8 @@
     python -m bench.speed small        one workload: small, medium, or default (the models of `make run`, in out/)
     python -m bench.speed small --profile    where the time of an iteration goes
 
-An iteration is what train_ppo.py does: its rollout(), the advantages, and ppo_update(). Two floors stand beside it, for the same
-matrix products, counted by hand: each product by itself, at its own shape; and all of them at the rate of one large product.
+An iteration is minippo.ppo_iteration(), computed as the scripts compute it. Two floors stand beside it, for the same matrix
+products, counted by hand: each product by itself, at its own shape; and all of them at the rate of one large product.
 """
 
 import argparse
@@ -20,10 +20,13 @@ from pathlib import Path
 
 import torch
 
-import train_ppo
-from minippo import GPT, GPTConfig, PPOConfig, RewardModel, UserError, frozen_copy, gae, generate, kl_adjusted_rewards
-from minippo import load_checkpoint, ppo_update, score_responses, whiten
-from plumbing import RunConfig, adamw, encode_rows, prepare, read_rows, run_script
+import minippo
+from minippo import GPT, GPTConfig, PPOConfig, RewardModel, frozen_copy, ppo_iteration, ppo_update, row_lengths
+from plumbing.checkpoints import load_checkpoint
+from plumbing.fast import generate
+from plumbing.settings import RunConfig, UserError, prepare, run_script
+from plumbing.text import read_ids
+from plumbing.training import adamw
 
 ROOT = Path(__file__).parents[1]
 SMALL = {"layers": 4, "heads": 4, "channels": 128, "vocab_size": 1024, "context": 128, "batch": 64, "prompt": (8, 24), "new": 48}
@@ -49,43 +52,44 @@ class Workload:
         if name == "default":
             policy, tokenizer, _ = load_checkpoint(ROOT / "out" / "sft.pt", ["sft"])
             self.reward_model, _, _ = load_checkpoint(ROOT / "out" / "rm.pt", ["rm"])
-            rows = encode_rows(read_rows(ROOT / "data" / "zoo", "prompts", "train"), tokenizer, policy.config.context)
+            rows = read_ids(ROOT / "data" / "zoo", "prompts", "train", tokenizer, policy.config.context)
             self.config = PPOConfig(lr=1e-6)
-            self.prompts = sorted(rows[i % len(rows)][0] for i in range(self.config.batch_size))
+            self.prompts = [rows[i % len(rows)][0] for i in range(self.config.batch_size)]
         else:
             size = {**SIZES[name], **dict(changes)}
-            policy, eot = GPT(GPTConfig(*(size[key] for key in SHAPE))).eval(), size["vocab_size"] - 1
+            policy, eos = GPT(GPTConfig(*(size[key] for key in SHAPE))).eval(), size["vocab_size"] - 1
             with torch.no_grad():  # the end token gets a logit of -100 and is never sampled: all responses have full length
-                policy.trunk.norm.weight[0], policy.trunk.norm.bias[0], policy.trunk.tokens.weight[eot, 0] = 0, 1, -100
+                policy.trunk.norm.weight[0], policy.trunk.norm.bias[0], policy.trunk.token_embedding.weight[eos, 0] = 0, 1, -100
             self.reward_model = RewardModel(policy)
             low, high = size["prompt"]
             lengths = torch.randint(low, high + 1, (size["batch"],)).tolist()
-            self.prompts = [torch.randint(eot, (n,)).tolist() for n in lengths]
+            self.prompts = [torch.randint(eos, (n,)).tolist() for n in lengths]
             self.config = PPOConfig(batch_size=size["batch"], max_new_tokens=size["new"], lr=1e-6, **FOUR)
         policy = policy.to(device)
         self.policy, self.ref, self.reward_model = policy, frozen_copy(policy), frozen_copy(self.reward_model.to(device))
         self.optimizer = adamw(policy, 1e-6)
-        self.score = functools.partial(score_responses, self.reward_model, eot=policy.config.eot)
+
+    def score(self, tokens, mask):
+        return self.reward_model(tokens, row_lengths(mask))
 
     def iteration(self):
-        """One iteration of train_ppo.py -> seconds of rollout, scoring and update."""
-        seconds, start = {}, now()
+        """One iteration of PPO -> seconds of rollout, scoring and update."""
+        times = [now()]
 
-        def timed_generate(*args, **kwargs):
-            out = generate(*args, **kwargs)
-            seconds["rollout"] = now() - start
-            return out
+        def timed(function):
+            def call(*args, **kwargs):
+                out = function(*args, **kwargs)
+                times.append(now())
+                return out
 
-        train_ppo.generate = timed_generate
-        self.batch, scores, _ = train_ppo.rollout(self.policy, self.ref, self.score, self.prompts, self.config)
-        seconds["scoring"], start = now() - start - seconds["rollout"], now()
-        batch, config = self.batch, self.config
-        rewards = kl_adjusted_rewards(scores, batch["logprobs"], batch["ref_logprobs"], batch["mask"], config.kl_coef)
-        advantages, batch["returns"] = gae(rewards, batch["values"], batch["mask"], config.gamma, config.lam)
-        batch["advantages"] = whiten(advantages, batch["mask"])
-        ppo_update(self.policy, self.optimizer, self.batch, self.config)
-        seconds["update"] = now() - start
-        return seconds
+            return call
+
+        rollout = timed(functools.partial(minippo.rollout, generate=timed(generate)))
+        self.batch, _ = ppo_iteration(
+            self.policy, self.ref, self.score, self.prompts, self.optimizer, self.config, self.config.kl_coef, rollout
+        )
+        times.append(now())
+        return {phase: b - a for phase, a, b in zip(("rollout", "scoring", "update"), times, times[1:])}
 
     def step(self):
         """One gradient step alone, on the first minibatch of the last iteration."""
@@ -103,7 +107,7 @@ class Workload:
         T = read // B
 
         def forward(B, positions, responses, V):
-            """A trunk on B rows; the last MLP and the head at the responses only."""
+            """A trunk on B rows; the last MLP, which nobody reads elsewhere, and the head at the responses only."""
             yield (c.layers, 1, positions, c.channels, 3 * c.channels)
             yield (c.layers, 1, positions, c.channels, c.channels)
             for where, times in ((positions, c.layers - 1), (responses, 1)):
