@@ -439,8 +439,8 @@ def whiten(x, mask):
 
 
 # The clip. PPO maximises min(ratio * A, clipped ratio * A) for each token. So nothing is gained by
-# leaving the range from 1 - eps to 1 + eps on the side that A asks for; and a ratio that has left on
-# the other side is pulled back. There are six cases. Does a token have a gradient?
+# leaving the range from 1 - eps to 1 + eps on the side that A asks for; and a ratio that has left
+# on the other side is pulled back. There are six cases. Does a token have a gradient?
 #
 #              ratio < 1 - eps                 in between     ratio > 1 + eps
 #     A > 0    yes: pulled back up             yes            no: has risen enough

