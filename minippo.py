@@ -35,16 +35,16 @@ that choice stands at index t. With the prompt "Bees eat", a score of 1.40 and b
     mask         .      x      x      x      .              is the action part of the response?
     log pi       .     -0.50  -1.20  -0.10   .              of the action, under the policy
     log ref      .     -1.00  -1.00  -0.30   .              of the action, under the reference
-    KL           .      0.50  -0.20   0.20   .              log pi - log ref
+    KL           .      0.50  -0.20   0.20   .              its part of the KL: log pi - log ref
     reward       .     -0.05   0.02   1.38   .              -beta * KL, and the last gets the score
     value        .      0.80   1.00   1.20   .              prediction: sum of the rewards to come
 
-The other rows are the subject of section 5; lam is a setting, the value after the last action 0:
+The other rows belong to section 5. lam is a setting; the value after the last action counts as 0:
 
     delta        .      0.15   0.22   0.18   .              reward + next value - value
     advantage    .      0.55   0.40   0.18   .              lam = 1: this and all later deltas
     return       .      1.35   1.40   1.38   .              advantage + value: rewards from here on
-    whitened     .      1.14   0.15  -1.29   .              mean 0, variance 1, here of these three
+    whitened     .      1.14   0.15  -1.29   .              mean 0, variance 1 (batch: this row)
     advantage    .      0.15   0.22   0.18   .              lam = 0: this delta alone
     return       .      0.95   1.22   1.38   .              advantage + value: reward + next value
     whitened     .     -1.16   1.28  -0.12   .
@@ -132,7 +132,7 @@ class Trunk(nn.Module):
         self.norm = nn.LayerNorm(config.channels)
         std = 0.02 * math.sqrt(768 / config.channels)  # GPT-2's 0.02, carried over to other widths
         for name, parameter in self.named_parameters():
-            if name.endswith(("out.weight", "mlp.2.weight")):  # smaller: 2 x layers add up in x
+            if name.endswith(("out.weight", "mlp.2.weight")):  # smaller: all blocks add to x
                 nn.init.normal_(parameter, std=std / math.sqrt(2 * config.layers))
             elif parameter.dim() == 2:
                 nn.init.normal_(parameter, std=std)
@@ -209,20 +209,16 @@ class RewardModel(nn.Module):
 
 
 def check_mask(mask, *tensors):
-    """ValueError unless the mask is boolean and all tensors have its shape.
-
-    A mask of 0 and 1 would silently pick rows 0 and 1; a (B, 1) tensor would be broadcast.
-    """
+    """ValueError unless the mask is boolean and all tensors have its shape: a mask of 0 and 1 would
+    silently pick rows 0 and 1, and a (B, 1) tensor would be broadcast."""
     shapes = [tuple(x.shape) for x in (mask, *tensors)]
     if mask.dtype != torch.bool or len(set(shapes)) > 1:
         raise ValueError(f"wanted a boolean mask and equal shapes, got {mask.dtype} and {shapes}")
 
 
 def response_mask(prompt_lengths, lengths, columns):
-    """(B,), (B,), T -> (B, T-1): true at t where token t + 1 is part of the response.
-
-    lengths: of prompt and response together, the end token included.
-    """
+    """(B,), (B,), T -> (B, T-1): true at t where token t + 1 is part of the response. lengths: of
+    prompt and response together, the end token included."""
     action = torch.arange(1, columns, device=lengths.device)
     return (action >= prompt_lengths[:, None]) & (action < lengths[:, None])
 
@@ -251,9 +247,9 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0, with_entropy=True):
     they were taken, and entropy of the choice there: (B, T-1) each, 0 outside the mask.
 
     Log-probabilities and entropy are in nats, and those of softmax(logits / temperature). The mean
-    of -logprobs over the mask is the loss of SFT. The policy must have three attributes:
-    hidden(tokens, read), which returns what its vocabulary head and what its value head read, a
-    vector per token each (`read` may be ignored); lm_head; and value_head.
+    of -logprobs over the mask is the loss of SFT. The policy must have three attributes: lm_head;
+    value_head; and hidden(tokens, read), which returns two tensors (B, T, C), the input of lm_head
+    and the input of value_head (`read` may be ignored).
     """
     check_mask(mask, tokens[:, 1:])
     states, actions = tokens[:, :-1], tokens[:, 1:]
@@ -344,7 +340,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #
 # This is a mean over samples again. So: sample responses, and make each one more probable, or less,
 # in proportion to its score. log p(y) is the sum of log pi over the tokens of y, so the gradient of
-# each token's log pi is multiplied by a number, the score. Three changes of it lead to PPO:
+# each token's log pi is multiplied by a number, the score. Three changes lead from here to PPO:
 #
 # 1. Only what comes after. Let tokens have rewards of their own (they will pay for their KL). A
 #    token cannot change the rewards before it. So its number is the sum of the rewards from it on,
@@ -355,9 +351,10 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #    left is the *advantage* A: how much better than expected did this action turn out? The network
 #    that predicts values is called the *critic*, and the policy the *actor*.
 # 3. Several gradient steps on the same responses. After the first one, the policy is no longer the
-#    one that sampled them, the *old* policy. The *ratio* pi / old corrects the mean for that: for
-#    the choice in a state, E_old[ratio * A] = E_pi[A]. Since grad ratio = ratio * grad log pi, at
-#    ratio 1, where each update begins, this has the gradient from above. Far from 1, a few tokens
+#    one that sampled them, the *old* policy. The *ratio* pi / old corrects for that, choice by
+#    choice: E_old[ratio * A] = sum_a old(a) pi(a) / old(a) A(a) = E_pi[A]. (The tokens before are
+#    still those that old chose; for them nothing corrects.) Since grad ratio = ratio * grad log pi,
+#    at ratio 1, where an update begins, this has the gradient from above. Far from 1, a few tokens
 #    with a large ratio dominate the mean. So PPO clips the ratio.
 #
 # Do not confuse two policies: the old one sampled this batch, a few gradient steps ago. The
@@ -365,16 +362,16 @@ def reward_model_loss(chosen_scores, rejected_scores):
 
 # The KL is not computed but estimated, from the tokens that pi has sampled. With q = ref / pi,
 #
-#     k1 = -log q           on average the KL, but often below 0           in the reward and the log
-#     k2 = (log q)^2 / 2    as a loss it has, on average, the gradient     in the loss, by default
-#                           of the KL (of the choice in a state)           with weight 0
-#     k3 = q - 1 - log q    on average the KL, and never below 0           in the log
+#                           what is right about it                        where it is used
+#     k1 = -log q           on average the KL, but often below 0          reward and log
+#     k2 = (log q)^2 / 2    its gradient is, on average, that of the KL   loss, by default times 0
+#     k3 = q - 1 - log q    on average the KL, and never below 0          log
 #
 # (Schulman, "Approximating KL divergence".) k3: E_pi[q] = sum ref = 1, so q - 1 adds 0 on average;
-# and x - 1 >= log x. k2: its gradient is (log pi - log ref) grad log pi, of which the mean over
-# samples of pi is the gradient of the KL. k1 fails as a loss, because E[grad log pi] = 0. In the
-# reward it is a number that multiplies grad log pi, as the score does. It depends on pi itself, but
-# nothing is lost by not differentiating it: E[grad(-beta * k1)] is 0 for the same reason.
+# and x - 1 >= log x. k2: its gradient is (log pi - log ref) grad log pi. Over samples of pi (so, at
+# the first step) its mean is grad sum_a pi(a) (log pi(a) - log ref(a)). k1 fails as a loss, because
+# E[grad log pi] = 0. In the reward it is a number that multiplies grad log pi, as the score does.
+# It depends on pi, but we lose nothing by not differentiating it: E[grad(-beta * k1)] is 0 too.
 
 
 def kl_per_response(logprobs, ref_logprobs, mask):
@@ -409,8 +406,9 @@ def gae(rewards, values, mask, gamma, lam):
             = delta_t + (gamma lam) A_{t+1}
 
     lam = 1 gives the sampled return less the value: right on average, and noisy. lam = 0 gives
-    delta alone: steady, and as wrong as the values are. gamma below 1 makes a reward count less for
-    each token that it lies ahead; for text 1 is usual. No reward follows the last action, so the
+    delta alone: steady, and as wrong as the values are. (Below 1, the returns are estimates too,
+    made of rewards and values.) gamma below 1 makes a reward count less for each token that it lies
+    ahead; for text 1 is usual. No reward follows the last action, so the
     value of what comes after it counts as 0, also where the length limit cut the response off.
     """
     check_mask(mask, rewards, values)
@@ -438,9 +436,10 @@ def whiten(x, mask):
     return torch.where(mask, whitened, 0.0)
 
 
-# The clip. PPO maximises min(ratio * A, clipped ratio * A) for each token. So nothing is gained by
-# leaving the range from 1 - eps to 1 + eps on the side that A asks for; and a ratio that has left
-# on the other side is pulled back. There are six cases. Does a token have a gradient?
+# The clip. PPO maximises min(ratio * A, clipped ratio * A) for each token. Nothing is gained by
+# leaving the range from 1 - eps to 1 + eps on the side that A asks for. A ratio that has left on
+# the other side, moved by other tokens (all share the weights), is pulled back. The range is no
+# wall: one step can jump past it. There are six cases. Does a token have a gradient?
 #
 #              ratio < 1 - eps                 in between     ratio > 1 + eps
 #     A > 0    yes: pulled back up             yes            no: has risen enough
@@ -457,7 +456,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
     loss = -torch.min(unclipped, clipped).mean()
     return loss, {
         "policy_loss": loss.item(),
-        "approx_kl": (ratio - 1 - log_ratio).mean().item(),  # KL(old || pi), k3 with q = pi / old
+        "approx_kl": (ratio - 1 - log_ratio).mean().item(),  # k3 of KL(old || pi): q = pi / old
         "clip_frac": ((ratio - 1).abs() > clip_eps).float().mean().item(),
         "ratio_max": ratio.max().item(),
     }
@@ -466,9 +465,9 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
 def value_loss(values, old_values, returns, mask, clip):
     """Half the mean squared error of the values: (B, T-1) each -> scalar, stats.
 
-    Published code clips the values too, so that they do not follow one noisy batch too far. A value
-    has no gradient once it is more than `clip` away from the old one (that at sampling) and nearer
-    to its return than a value at that distance would be. On the default task it changes nothing.
+    Published code clips the values too, so that they do not follow one noisy batch too far. Say the
+    value at sampling was 0, the return is 1 and `clip` 0.2. Then a value of 0.3 has no gradient: it
+    has moved enough. One of 0.1 or -0.3 has one. On the default task this changes nothing.
     """
     check_mask(mask, values, old_values, returns)
     values, old_values, returns = values[mask], old_values[mask], returns[mask]  # (N,)
@@ -478,7 +477,8 @@ def value_loss(values, old_values, returns, mask, clip):
 
 
 def adapt_kl_coef(kl_coef, kl, kl_target, responses, kl_horizon):
-    """Raise beta when the KL (nats per response) is above its target, lower it below."""
+    """Raise beta when the KL (nats per response) is above its target, else lower it; train_ppo.py
+    does so after each iteration, by at most a fifth in kl_horizon responses."""
     error = min(max(kl / kl_target - 1, -0.2), 0.2)  # Ziegler et al., section 2.2
     return kl_coef * (1 + error * responses / kl_horizon)
 
@@ -499,7 +499,7 @@ def adapt_kl_coef(kl_coef, kl, kl_target, responses, kl_horizon):
 @dataclass
 class PPOConfig:
     max_new_tokens: int = 48  # longest response, in tokens
-    temperature: float = 1.0  # divides the logits, in sampling and in scoring alike
+    temperature: float = 1.0  # divides the logits, in sampling and in all log-probabilities
     length_penalty: float = 0.0  # subtracted from the score for each token of the response
     missing_eos_penalty: float = 1.0  # subtracted from the score of a response that was cut off
     kl_coef: float = 0.1  # beta, the price of one nat of KL to the reference, paid in the reward
@@ -508,9 +508,9 @@ class PPOConfig:
     epochs: int = 1  # passes over each batch of responses
     minibatches: int = 4  # gradient steps per pass
     max_grad_norm: float = 1.0  # longer gradients are scaled down to this norm
-    clip_eps: float = 0.2  # a ratio is not pushed further away from 1 than this; inf: no clip
-    value_clip: float = 0.2  # nor a value further away from its old one than this; inf: no clip
-    vf_coef: float = 0.1  # weight of the value loss; much of it disturbs a policy on its trunk
+    clip_eps: float = 0.2  # a ratio gains nothing further away from 1 than this; inf: no clip
+    value_clip: float = 0.2  # a value gains nothing further away from its old one; inf: no clip
+    vf_coef: float = 0.1  # weight of the value loss; a large one disturbs a policy on its trunk
     entropy_coef: float = 0.0  # weight of a bonus for entropy, against settling too early
     kl_loss_coef: float = 0.0  # weight of a penalty on the KL per token in the loss (k2)
     # What train_ppo.py does around the iterations:
@@ -519,7 +519,7 @@ class PPOConfig:
     lr: float = 6e-4  # peak learning rate of AdamW; it falls linearly to 0
     warmup: int = 5  # iterations in which the learning rate climbs to its peak
     kl_target: float = 6.0  # KL in nats that an adaptive beta steers to; needs a finite kl_horizon
-    kl_horizon: float = math.inf  # responses in which beta changes by a fifth at most; inf: fixed
+    kl_horizon: float = math.inf  # responses in which beta can change by a fifth; inf: fixed
     ref_update_every: int = 0  # iterations after which the reference becomes the policy; 0: never
 
     def __post_init__(self):
@@ -557,23 +557,23 @@ def rollout(policy, ref, score, prompts, config, generate=generate):
 def ppo_loss(policy, batch, config):
     """The loss of some responses, a mean over their tokens, and stats."""
     T = int(row_lengths(batch["mask"]).max())  # the longest row
-    data = {name: x[:, : T - 1] for name, x in batch.items() if x.dim() == 2}  # as recorded
+    data = {name: x[:, : T - 1] for name, x in batch.items() if x.dim() == 2}  # from sampling
     tokens, mask = batch["tokens"][:, :T], data["mask"]
     how = config.temperature, config.entropy_coef > 0
     logprobs, values, entropy = evaluate_actions(policy, tokens, mask, *how)
-    pg, stats = policy_loss(logprobs, data["logprobs"], data["advantages"], mask, config.clip_eps)
-    vf, more = value_loss(values, data["values"], data["returns"], mask, config.value_clip)
+    loss, stats = policy_loss(logprobs, data["logprobs"], data["advantages"], mask, config.clip_eps)
+    values_loss, more = value_loss(values, data["values"], data["returns"], mask, config.value_clip)
     k2 = masked_mean(0.5 * (logprobs - data["ref_logprobs"]) ** 2, mask)
     bonus = config.entropy_coef * masked_mean(entropy, mask)
-    loss = pg + config.vf_coef * vf + config.kl_loss_coef * k2 - bonus
+    loss = loss + config.vf_coef * values_loss + config.kl_loss_coef * k2 - bonus
     return loss, {"loss": loss.item(), "tokens": int(mask.sum()), **stats, **more}
 
 
 def gradient_step(optimizer, max_grad_norm):
     """One step down the gradient that backward() has left -> its norm, before it was scaled down.
 
-    Parameter groups that differ in "network" (a separate critic does) have norms of their own; the
-    first is returned. FloatingPointError, before any weight changes, where one is not finite.
+    A separate critic (a parameter group with another "network") has a gradient norm of its own; the
+    policy's is returned. FloatingPointError, before any weight changes, where one is not finite.
     """
     networks = {}
     for group in optimizer.param_groups:
@@ -659,7 +659,7 @@ def ppo_iteration(
 
 
 def trace(batch, row, spell):
-    """Print one response, an action per line: the table at the top of this file, turned round."""
+    """Print one response, an action per line: the header's table, turned round."""
     x = {name: values[row] for name, values in batch.items()}
     x |= {"kl": x["logprobs"] - x["ref_logprobs"], "raw": x["returns"] - x["values"]}
     columns = "logprobs ref_logprobs kl rewards values raw returns advantages".split()

@@ -104,7 +104,6 @@ def validate(model, rows, device):
     return {"val_loss": loss.item(), "val_loss_se": error.item(), "val_tokens": int(counts.sum())}
 
 
-
 def say(facts, run):
     loss = f"{facts['val_loss']:.4f} ± {facts['val_loss_se']:.4f} nats/token"
     print(f"saved {run.out / 'sft.pt'}: validation loss {loss}")
