@@ -10,7 +10,7 @@ SFT model. For prompts x, responses y sampled from the policy pi, and their scor
 
 The *policy* pi is the language model, seen as a rule for choosing the next token. The *reference*
 ref is a frozen copy of the policy as PPO finds it, so of the SFT model. KL(pi || ref) is the mean
-of log pi(y | x) - log ref(y | x): it says how far the policy has moved away, in nats (the unit of
+of log pi(y | x) - log ref(y | x) over such y: how far the policy has moved, in nats (the unit of
 natural logarithms). Beta is the price of a nat. An iteration of PPO has four phases:
 
     prompts --> policy           starts as the SFT model           1. samples responses,
@@ -353,7 +353,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # 3. Several gradient steps on the same responses. After the first one, the policy is no longer the
 #    one that sampled them, the *old* policy. The *ratio* pi / old corrects for that, choice by
 #    choice: E_old[ratio * A] = sum_a old(a) pi(a) / old(a) A(a) = E_pi[A]. (The tokens before are
-#    still those that old chose; for them nothing corrects.) Since grad ratio = ratio * grad log pi,
+#    still those that old chose; that is not corrected.) Since grad ratio = ratio * grad log pi,
 #    at ratio 1, where an update begins, this has the gradient from above. Far from 1, a few tokens
 #    with a large ratio dominate the mean. So PPO clips the ratio.
 #
@@ -364,12 +364,13 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #
 #                           what is right about it                        where it is used
 #     k1 = -log q           on average the KL, but often below 0          reward and log
-#     k2 = (log q)^2 / 2    its gradient is, on average, that of the KL   loss, by default times 0
+#     k2 = (log q)^2 / 2    has on average the gradient of the KL*        loss, by default times 0
 #     k3 = q - 1 - log q    on average the KL, and never below 0          log
 #
 # (Schulman, "Approximating KL divergence".) k3: E_pi[q] = sum ref = 1, so q - 1 adds 0 on average;
-# and x - 1 >= log x. k2: its gradient is (log pi - log ref) grad log pi. Over samples of pi (so, at
-# the first step) its mean is grad sum_a pi(a) (log pi(a) - log ref(a)). k1 fails as a loss, because
+# and x - 1 >= log x. * Of one choice, and over samples of pi, so at the first step: the gradient of
+# k2 is (log pi - log ref) grad log pi, that of the KL is sum_a grad pi (log pi - log ref), and the
+# rest of the product rule, sum_a pi grad log pi, is 0 as above. k1 fails as a loss, because
 # E[grad log pi] = 0. In the reward it is a number that multiplies grad log pi, as the score does.
 # It depends on pi, but we lose nothing by not differentiating it: E[grad(-beta * k1)] is 0 too.
 
@@ -428,7 +429,7 @@ def whiten(x, mask):
 
     The scale: so the policy's step does not depend on the scale of the scores. (A spread below 1e-4
     is rounding, and not enlarged.) The shift is one more baseline: each action competes with the
-    average of the whole batch, so one of a small positive advantage becomes less probable. Returns
+    average of the whole batch; below that, it becomes less probable even if A was positive. Returns
     are never whitened: the values must learn their true size.
     """
     check_mask(mask, x)
@@ -436,10 +437,10 @@ def whiten(x, mask):
     return torch.where(mask, whitened, 0.0)
 
 
-# The clip. PPO maximises min(ratio * A, clipped ratio * A) for each token. Nothing is gained by
-# leaving the range from 1 - eps to 1 + eps on the side that A asks for. A ratio that has left on
-# the other side, moved by other tokens (all share the weights), is pulled back. The range is no
-# wall: one step can jump past it. There are six cases. Does a token have a gradient?
+# The clip. For each token, PPO maximises min(ratio * A, clipped ratio * A), A whitened. Nothing
+# is gained by leaving the range from 1 - eps to 1 + eps on the side that A asks for. A ratio that
+# has left on the other side, moved by other tokens (all share the weights), is pulled back. The
+# range is no wall: one step can jump past it. There are six cases. Does a token have a gradient?
 #
 #              ratio < 1 - eps                 in between     ratio > 1 + eps
 #     A > 0    yes: pulled back up             yes            no: has risen enough
@@ -478,7 +479,7 @@ def value_loss(values, old_values, returns, mask, clip):
 
 def adapt_kl_coef(kl_coef, kl, kl_target, responses, kl_horizon):
     """Raise beta when the KL (nats per response) is above its target, else lower it; train_ppo.py
-    does so after each iteration, by at most a fifth in kl_horizon responses."""
+    does so after each iteration, by about a fifth at most in kl_horizon responses."""
     error = min(max(kl / kl_target - 1, -0.2), 0.2)  # Ziegler et al., section 2.2
     return kl_coef * (1 + error * responses / kl_horizon)
 
@@ -510,7 +511,7 @@ class PPOConfig:
     max_grad_norm: float = 1.0  # longer gradients are scaled down to this norm
     clip_eps: float = 0.2  # a ratio gains nothing further away from 1 than this; inf: no clip
     value_clip: float = 0.2  # a value gains nothing further away from its old one; inf: no clip
-    vf_coef: float = 0.1  # weight of the value loss; a large one disturbs a policy on its trunk
+    vf_coef: float = 0.1  # weight of the value loss; a large one disturbs the policy beside it
     entropy_coef: float = 0.0  # weight of a bonus for entropy, against settling too early
     kl_loss_coef: float = 0.0  # weight of a penalty on the KL per token in the loss (k2)
     # What train_ppo.py does around the iterations:
@@ -557,7 +558,7 @@ def rollout(policy, ref, score, prompts, config, generate=generate):
 def ppo_loss(policy, batch, config):
     """The loss of some responses, a mean over their tokens, and stats."""
     T = int(row_lengths(batch["mask"]).max())  # the longest row
-    data = {name: x[:, : T - 1] for name, x in batch.items() if x.dim() == 2}  # from sampling
+    data = {name: x[:, : T - 1] for name, x in batch.items() if x.dim() == 2}  # no padding
     tokens, mask = batch["tokens"][:, :T], data["mask"]
     how = config.temperature, config.entropy_coef > 0
     logprobs, values, entropy = evaluate_actions(policy, tokens, mask, *how)
@@ -571,10 +572,8 @@ def ppo_loss(policy, batch, config):
 
 def gradient_step(optimizer, max_grad_norm):
     """One step down the gradient that backward() has left -> its norm, before it was scaled down.
-
-    A separate critic (a parameter group with another "network") has a gradient norm of its own; the
-    policy's is returned. FloatingPointError, before any weight changes, where one is not finite.
-    """
+    FloatingPointError, before any weight changes, if that is not finite. A separate critic has a
+    norm of its own (train_ppo.py makes it another "network"); the policy's is returned."""
     networks = {}
     for group in optimizer.param_groups:
         networks.setdefault(group.get("network"), []).extend(group["params"])
