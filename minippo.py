@@ -500,7 +500,7 @@ def adapt_kl_coef(kl_coef, kl, kl_target, responses, kl_horizon):
 @dataclass
 class PPOConfig:
     max_new_tokens: int = 48  # longest response, in tokens
-    temperature: float = 1.0  # divides the logits, in sampling and in all log-probabilities
+    temperature: float = 1.0  # divides the logits, in sampling and in every log pi
     length_penalty: float = 0.0  # subtracted from the score for each token of the response
     missing_eos_penalty: float = 1.0  # subtracted from the score of a response that was cut off
     kl_coef: float = 0.1  # beta, the price of one nat of KL to the reference, paid in the reward
@@ -511,7 +511,7 @@ class PPOConfig:
     max_grad_norm: float = 1.0  # longer gradients are scaled down to this norm
     clip_eps: float = 0.2  # a ratio gains nothing further away from 1 than this; inf: no clip
     value_clip: float = 0.2  # a value gains nothing further away from its old one; inf: no clip
-    vf_coef: float = 0.1  # weight of the value loss; a large one disturbs the policy beside it
+    vf_coef: float = 0.1  # weight of the value loss; a large one disturbs the shared trunk
     entropy_coef: float = 0.0  # weight of a bonus for entropy, against settling too early
     kl_loss_coef: float = 0.0  # weight of a penalty on the KL per token in the loss (k2)
     # What train_ppo.py does around the iterations:
