@@ -363,14 +363,14 @@ MUTANTS = [
     ),
     Mutant(
         "the reference in the ratio",
-        [('logprobs, data["logprobs"], data["advantages"]', 'logprobs, seen["ref_logprobs"], seen["advantages"]')],
+        [('logprobs, data["logprobs"], data["advantages"]', 'logprobs, data["ref_logprobs"], data["advantages"]')],
         "some texts and courses define the ratio as pi / ref",
         "the clip ties the policy to the reference, and the gradient is weighted wrongly from the first step on",
         EXACT + "the_expected_update_is_the_gradient_of_score_minus_beta_kl",
     ),
     Mutant(
         "k1 as a loss",
-        [('0.5 * (logprobs - data["ref_logprobs"]) ** 2', '(logprobs - seen["ref_logprobs"])')],
+        [('0.5 * (logprobs - data["ref_logprobs"]) ** 2', '(logprobs - data["ref_logprobs"])')],
         "common in loss-side KL: the estimate is right, and its gradient is 0 on average",
         "a KL penalty that does nothing but add noise",
         EXACT + "the_expected_step_of_the_kl_loss_is_the_gradient_of_the_kl_in_the_states_visited",
