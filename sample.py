@@ -2,18 +2,21 @@
 
     python sample.py out/ppo.pt "What does a bee eat?" ["Another prompt" ...]
 
-Without a prompt, one is read from each line of the standard input.
+Without a prompt, each line of the standard input is one; with --whole, all of it is one. In place
+of out/ppo.pt, the folder of a GPT-2 in the Hugging Face format will do.
 """
 
 import functools
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 import minippo
 from plumbing.checkpoints import load_checkpoint
 from plumbing.fast import generate
+from plumbing.hf import read_gpt2
 from plumbing.settings import UserError, read_flags, run_script
 from plumbing.text import printable
 
@@ -25,6 +28,7 @@ class SampleConfig:
     top_k: int = 0  # choose among so many likeliest tokens; 0: among all; 1: always the likeliest
     max_new_tokens: int = 64  # longest response, in tokens
     seed: int = 0  # seed of the samples
+    whole: bool = False  # the standard input is one prompt, line breaks included (but the last)
 
 
 def draw_top_k(logits, top_k):
@@ -35,10 +39,12 @@ def draw_top_k(logits, top_k):
 
 def main():
     config, (path, *texts) = read_flags(__doc__, SampleConfig(), positional="CHECKPOINT PROMPT")
-    policy, tokenizer, _ = load_checkpoint(path, ("ppo", "sft"))
+    read = read_gpt2 if Path(path).is_dir() else lambda path: load_checkpoint(path, ("ppo", "sft"))
+    policy, tokenizer, *_ = read(path)
     torch.manual_seed(config.seed)
     draw = functools.partial(draw_top_k, top_k=config.top_k) if config.top_k else minippo.draw
-    for text in texts or filter(None, (line.rstrip("\r\n") for line in sys.stdin)):
+    lines = (line.rstrip("\r\n") for line in sys.stdin or ())  # None: closed
+    for text in texts or filter(None, ["\n".join(lines)] if config.whole else lines):
         prompt, most = tokenizer.encode(text), policy.config.context - 1
         if not 0 < len(prompt) <= most:
             raise UserError(f"the prompt {text[:40]!r} has {len(prompt)} tokens, not 1 to {most}")
