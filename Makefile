@@ -3,9 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 help:
-	@echo "make run     the three scripts in order on the default data, then the report (writes out/)"
+	@echo "make run     the three scripts in order on the default data, then the report (writes out/); it goes on where it was stopped"
 	@echo "make test    the tests"
-	@echo "make mutants puts 53 known bugs back, one at a time, and shows the test that catches each"
+	@echo "make mutants puts 77 known bugs back, one at a time, and shows the test that catches each"
 	@echo "make bench   how fast an iteration is, beside its matrix products alone (the workload default needs make run first)"
 	@echo "make lint    ruff"
 	@echo "make clean   removes out/, the default data and the environment"
@@ -16,9 +16,9 @@ help:
 	touch $@
 
 run: .venv/ready
-	$(BIN)/python train_sft.py
-	$(BIN)/python train_rm.py
-	$(BIN)/python train_ppo.py
+	$(BIN)/python train_sft.py --resume
+	$(BIN)/python train_rm.py --resume
+	$(BIN)/python train_ppo.py --resume
 
 test: .venv/ready
 	$(BIN)/python -m pytest

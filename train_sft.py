@@ -7,19 +7,17 @@ The files hold rows {"prompt": ..., "completion": ...}. The loss is the cross-en
 completion, its end-of-text token included, given the prompt. Writes out/sft.pt.
 """
 
-import dataclasses
 import json
-import math
-import time
 from dataclasses import dataclass
 
 import torch
 
-from minippo import GPT, GPTConfig, evaluate_actions, gradient_step
+from minippo import GPTConfig, evaluate_actions, gradient_step
 from plumbing.checkpoints import save_checkpoint
+from plumbing.progress import Progress
 from plumbing.settings import RunConfig, prepare, read_flags, run_script
-from plumbing.text import Tokenizer, encode_rows, pad_completions, pieces, read_ids, read_rows
-from plumbing.training import FitConfig, Progress, adamw, batches, set_lr
+from plumbing.text import encode_rows, pad_completions, pieces, read_ids, read_rows
+from plumbing.training import FitConfig, adamw, batches, first_model, length, set_lr, some
 
 
 @dataclass
@@ -32,15 +30,16 @@ def main():
     run, shape, config, start = read_flags(__doc__, *defaults, without=["separate_critic"])
     prepare(run)
     model, tokenizer, rows, val_rows = load(run, shape, start.init)
-    steps = config.epochs * math.ceil(len(rows) / config.batch_size)
     optimizer = adamw(model, config.lr, config.weight_decay)
-    progress = Progress("sft", run, (config, model.config), steps, model=model, optimizer=optimizer)
-    for step, numbers in progress.remaining(batches(len(rows), config.batch_size, run.seed)):
-        lr = set_lr(optimizer, config.lr, step, steps, config.warmup)
+    progress = Progress(
+        "sft", run, (config, model.config), *length(config, len(rows)),
+        data=(rows, val_rows, tokenizer.tokens), model=model, optimizer=optimizer,
+    )  # fmt: skip
+    for numbers in progress.remaining(batches(len(rows), config.batch_size, run.seed)):
         batch = [rows[i] for i in numbers]
         count = sum(len(completion) for _, completion in batch)
+        metrics = {"loss": 0.0, "lr": set_lr(optimizer, progress.rate())}
         optimizer.zero_grad()
-        metrics = {"loss": 0.0, "lr": lr}
         for piece in pieces(batch, config.micro_batch):  # all of the batch, unless memory is short
             tokens, mask = pad_completions(piece, run.device)
             logprobs, _, _ = evaluate_actions(model, tokens, mask, with_entropy=False)
@@ -48,13 +47,12 @@ def main():
             loss.backward()
             metrics["loss"] += loss.item()
         metrics["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
-        if progress.due(config.evals):
-            facts = validate(model, val_rows, run.device)
-            if progress.is_best(facts):
-                save_checkpoint(run.out / "sft.pt", "sft", model, tokenizer, **facts)
-            metrics |= facts
+        if progress.due():
+            metrics |= validate(model, some(val_rows), run.device, config.micro_batch)
+            if progress.is_best(metrics):
+                save_checkpoint(progress.best, "sft", model, tokenizer)
         progress.end_step(sum(len(p) + len(c) for p, c in batch), ["loss", "val_loss"], **metrics)
-    say(progress.values["best"], run)
+    finish(run, progress, model, tokenizer, val_rows, config)
 
 
 def load(run, shape, init):
@@ -73,25 +71,12 @@ def load(run, shape, init):
     return model.to(run.device).train(), tokenizer, rows, val_rows
 
 
-def first_model(rows, shape, init):
-    """A GPT with random weights and a vocabulary learned from the rows; with `init`, a GPT-2."""
-    if init:
-        from plumbing.hf import read_gpt2
-
-        return read_gpt2(init)
-    start = time.perf_counter()
-    tokenizer = Tokenizer.train((text for row in rows for text in row), shape.vocab_size)
-    seconds = time.perf_counter() - start
-    print(f"learned a vocabulary of {tokenizer.vocab_size:,} tokens in {seconds:.1f} s")
-    return GPT(dataclasses.replace(shape, vocab_size=tokenizer.vocab_size)), tokenizer
-
-
 @torch.no_grad()
-def validate(model, rows, device):
-    """The mean loss over all tokens of the rows, and its standard error."""
+def validate(model, rows, device, size):
+    """The mean loss over all tokens of the rows, `size` at once, and its standard error."""
     model.eval()
     nats, counts = [], []
-    for piece in pieces(rows, 64):
+    for piece in pieces(rows, size or 64):
         tokens, mask = pad_completions(piece, device)
         logprobs, _, _ = evaluate_actions(model, tokens, mask, with_entropy=False)
         nats.append(-logprobs.sum(1))
@@ -104,7 +89,14 @@ def validate(model, rows, device):
     return {"val_loss": loss.item(), "val_loss_se": error.item(), "val_tokens": int(counts.sum())}
 
 
-def say(facts, run):
+def finish(run, progress, model, tokenizer, val_rows, config):
+    """The best model of the run becomes sft.pt, with its loss on all validation rows."""
+    progress.load_best(model)
+    facts = validate(model, val_rows, run.device, config.micro_batch)
+    save_checkpoint(run.out / "sft.pt", "sft", model, tokenizer, **facts)
+    progress.done()
+    progress.best.unlink()
+    print(progress.ending())
     loss = f"{facts['val_loss']:.4f} ± {facts['val_loss_se']:.4f} nats/token"
     print(f"saved {run.out / 'sft.pt'}: validation loss {loss}")
     if (run.data / "ceilings.json").exists():

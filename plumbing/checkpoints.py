@@ -14,7 +14,7 @@ from plumbing.text import Tokenizer
 def write_file(path, contents):
     """torch.save beside the file and rename: whatever happens, the path holds an old or a new version, whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".tmp")
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # a name of this process alone
     try:
         with open(beside, "wb") as file:
             torch.save(contents, file)
@@ -23,17 +23,24 @@ def write_file(path, contents):
         os.replace(beside, path)
     except (OSError, RuntimeError) as error:
         beside.unlink(missing_ok=True)
-        reason = getattr(error, "strerror", "is the disk full?")
-        raise UserError(f"{path}: cannot be written ({reason}); what was there before is still there")
+        raise UserError(f"{path}: cannot be written ({reason(error)}); what was there before is still there")
 
 
-def read_file(path, kinds):
-    """What write_file wrote, as a dict on the CPU; UserError unless it is whole and its "kind" is one of `kinds`."""
+def reason(error):
+    """What went wrong, in a few words. torch.save hides the system's error behind one of its own, with a long text."""
+    while error.__context__ and not isinstance(error, OSError):
+        error = error.__context__
+    return getattr(error, "strerror", None) or str(error).splitlines()[0]
+
+
+def read_file(path, kinds, mmap=True):
+    """What write_file wrote, as a dict on the CPU; UserError unless it is whole and its "kind" is one of `kinds`. mmap: it stays on
+    the disk until it is copied into a model."""
     hint = "leave --resume out" if kinds[0] == "state" else f"train_{kinds[0]}.py makes it"
     if not Path(path).is_file():
         raise UserError(f"{path}: not found; {hint}")
     try:
-        contents = torch.load(path, map_location="cpu", weights_only=True)  # a pickle that would run code is refused
+        contents = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)  # a pickle that would run code is refused
         kind = contents["kind"]
     except Exception as error:  # torch.load raises many kinds of error at a damaged file
         raise UserError(f"{path}: damaged, or no checkpoint ({type(error).__name__}); {hint}")

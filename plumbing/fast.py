@@ -54,11 +54,11 @@ class Packing:
 
 
 def block_forward(block, x, packing, cache, last):
-    """Block.forward for x (K, C); a list as cache gets the keys and values, (B, T, 2C). After the last block only the N tokens
-    that are read go on, so its MLP computes no others."""
+    """Block.forward for x (K, C); cache (B, T or more, 2C) gets the keys and values. After the last block only the N tokens that
+    are read go on, so its MLP computes no others."""
     qkv = packing.unpack(block.attention.qkv(block.norm1(x)))
     if cache is not None:
-        cache.append(qkv[..., x.shape[1] :])
+        cache[:, : qkv.shape[1]] = qkv[..., x.shape[1] :]
     x = x + block.dropout(block.attention.out(packing.pack(block.attention.attend(qkv))))
     x = x.index_select(0, packing.wanted) if last else x
     return x + block.dropout(block.mlp(block.norm2(x)))
@@ -71,8 +71,8 @@ def forward(trunk, tokens, read=None, cache=None, *, dtype=None, recompute=False
     packing = Packing(tokens, read)
     x = trunk.dropout(trunk.token_embedding(packing.ids) + trunk.position_embedding(packing.columns))
     with autocast(x, dtype):
-        for block in trunk.blocks:
-            arguments = block, x, packing, cache, block is trunk.blocks[-1]
+        for i, block in enumerate(trunk.blocks):
+            arguments = block, x, packing, None if cache is None else cache[i], block is trunk.blocks[-1]
             again = recompute and torch.is_grad_enabled()
             x = checkpoint(block_forward, *arguments, use_reentrant=False) if again else block_forward(*arguments)
     x = trunk.norm(x)  # (N, C)
@@ -102,7 +102,21 @@ def decode(trunk, token, column, cache, dtype=None):
     return trunk.norm(x)
 
 
+def casts_kept(function):
+    """Autocast forgets the weights that it has cast when the outermost autocast ends. So put one that casts nothing around all.
+    (It keeps those of models in training only: of a frozen one it casts each weight for each token.)"""
+
+    @functools.wraps(function)
+    def wrapped(policy, *args, **kwargs):
+        kind, dtype = policy.lm_head.weight.device.type, HOW["dtype"]
+        with torch.autocast(kind, dtype, enabled=False) if dtype else contextlib.nullcontext():
+            return function(policy, *args, **kwargs)
+
+    return wrapped
+
+
 @torch.no_grad()
+@casts_kept
 def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=minippo.draw):
     """minippo.generate, with a cache: the prompts are read in one go, then each row writes at its own column."""
     context, device = policy.config.context, policy.lm_head.weight.device
@@ -112,10 +126,11 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=minippo.draw
     T = min(longest + steps, context)
     tokens = torch.tensor([ids + [0] * (T + 1 - len(ids)) for ids in prompts], device=device)
     lengths = column = torch.tensor([len(ids) for ids in prompts], device=device)  # the column that a row writes next
-    rows, cache = torch.arange(len(prompts), device=device), []  # the R rows in work
+    rows = torch.arange(len(prompts), device=device)  # the R rows in work
     last = torch.arange(longest, device=device) == lengths[:, None] - 1
+    size = len(policy.trunk.blocks), len(prompts), T, 2 * policy.config.channels
+    cache = torch.zeros(size, device=device, dtype=HOW["dtype"] or policy.lm_head.weight.dtype)  # keys and values so far
     hidden = forward(policy.trunk, tokens[:, :longest], last, cache, **HOW)[last]  # (R, C)
-    cache = F.pad(torch.stack(cache), (0, 0, 0, T - longest))  # (layers, R, T, 2C)
     mask, ended = torch.zeros_like(tokens, dtype=torch.bool), torch.zeros_like(rows, dtype=torch.bool)
     logprobs, values = hidden.new_zeros(2, *tokens.shape)
     for step in range(steps):

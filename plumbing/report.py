@@ -16,11 +16,11 @@ import torch
 
 from minippo import evaluate_actions, score_responses
 from plumbing.fast import generate
-from plumbing.text import encode_rows, load_jsonl, pad_completions, printable
+from plumbing.text import encode_rows, load_jsonl, pad_completions, printable, waiting
 from plumbing.training import pair_scores
 
-PROMPTS = 1024  # validation prompts used at most
-FEW, MANY = 128, 192  # for best of n and the optimum: so many of the prompts, so many responses of the SFT model to each
+PROMPTS = 1024, 128  # validation prompts used at most, with a judge and without; --report_prompts says otherwise
+SHARE, MANY = 8, 192  # for best of n and the optimum: one in so many of these, so many responses of the SFT model to each
 CHUNK = 512  # responses sampled at a time, unless --rollout_batch says otherwise
 
 
@@ -49,10 +49,10 @@ def respond(policy, ref, score, prompts, n, tokenizer, config, size=0, judge=Non
 
     score(tokens, mask) -> (B,), config: as in minippo.rollout; size: how many responses are sampled at a time.
     """
-    rows, size = [prompt for prompt in prompts for _ in range(n)], size or CHUNK
+    rows = [prompt for prompt in prompts for _ in range(n)]
     parts, texts = [], []
-    for start in range(0, len(rows), size):
-        tokens, mask, logprobs, _ = generate(policy, rows[start : start + size], config.max_new_tokens, config.temperature)
+    for part in waiting("responses for the report", rows, size or CHUNK):
+        tokens, mask, logprobs, _ = generate(policy, part, config.max_new_tokens, config.temperature)
         kl = torch.zeros(len(tokens), device=tokens.device)
         if policy is not ref:
             with torch.no_grad():
@@ -95,14 +95,24 @@ def optimality(J, J_sft, J_best, weights=None):
     return {"optimality": whole / most, "optimality_se": None if error is None else error / most}
 
 
+def wins(ours, theirs):
+    """1 where ours is better, 0 where it is worse, a half where they are equal."""
+    return (ours > theirs).float() + 0.5 * (ours == theirs).float()
+
+
+def unseen(prompts, seen):
+    """For each prompt (ids): is it none of those, tuples of ids, that PPO was trained on?"""
+    return [tuple(prompt) not in seen for prompt in prompts]
+
+
 def spread_out(prompts, seen, n):
     """At most n of the prompts, and their weights: up to half of them such as PPO has not trained on, since these may be rare.
 
     Weighted, they stand for all of the prompts: each of the two kinds weighs as much as it has prompts.
     """
-    kinds = [[p for p in prompts if (tuple(p) in seen) == trained] for trained in (False, True)]
-    unseen = kinds[0][: max(n // 2, n - len(kinds[1]))]
-    chosen = [unseen, kinds[1][: n - len(unseen)]]
+    kinds = [[p for p, new in zip(prompts, unseen(prompts, seen)) if new == kind] for kind in (True, False)]
+    first = kinds[0][: max(n // 2, n - len(kinds[1]))]
+    chosen = [first, kinds[1][: n - len(first)]]
     weights = [len(kind) / len(part) for kind, part in zip(kinds, chosen) for _ in part]
     return chosen[0] + chosen[1], torch.tensor(weights, dtype=torch.float64)
 
@@ -148,8 +158,9 @@ def make_report(policy, sft, models, prompts, trained_on, run, config, stage):
     start, tokenizer, beta, seen = time.perf_counter(), models.tokenizer, config.kl_coef, set(map(tuple, trained_on))
     crowd, judge, ceilings = truth_about(run.data)
     torch.manual_seed(run.seed)
-    prompts = [prompts[i] for i in torch.randperm(len(prompts))[:PROMPTS]]
-    few, weights = spread_out(prompts, seen, FEW)
+    most = stage.report_prompts or PROMPTS[judge is None]
+    prompts = [prompts[i] for i in torch.randperm(len(prompts))[:most]]
+    few, weights = spread_out(prompts, seen, max(1, most // SHARE))
 
     def ask(model, prompts, n):
         return respond(model, sft, models.score, prompts, n, tokenizer, config, stage.rollout_batch, judge)
@@ -158,13 +169,12 @@ def make_report(policy, sft, models, prompts, trained_on, run, config, stage):
     many, _ = ask(sft, few, MANY)
     after, after_texts = ask(policy, prompts, 4)
     again, _ = ask(policy, few, 16)
-
-    report = {"beta": beta, "seed": run.seed, "rm": models.facts.get("rm", {}), "best_of_n": {}}
-    report |= {"sft": models.facts["sft"] | means(before), "ppo": means(after)}
+    report = {"beta": beta, "seed": run.seed, "rm": models.facts.get("rm", {}), "best_of_n": {},
+              "sft": models.facts["sft"] | means(before), "ppo": means(after)}  # fmt: skip
     if beta:  # at beta = 0 nothing but the reward model's reach limits the optimum
         J = again["score"] - beta * again["kl"], many["score"], optimal_objective(many["score"], beta)[:, None]
         report["ppo"] |= optimality(*J, weights)
-    new, few_new = ([tuple(prompt) not in seen for prompt in rows] for rows in (prompts, few))
+    new, few_new = unseen(prompts, seen), unseen(few, seen)
     if 1 < sum(new) < len(new):
         report["ppo_unseen"] = {"prompts": sum(new)} | means({name: x[new] for name, x in after.items()})
         report["ppo_unseen"] |= optimality(*(x[few_new] for x in J)) if beta else {}
@@ -178,8 +188,8 @@ def make_report(policy, sft, models, prompts, trained_on, run, config, stage):
          "score": after["score"][i, 0].item(), "kl": after["kl"][i, 0].item()}
         for i in range(min(6, len(prompts)))
     ]  # fmt: skip
-    report["seconds"] = seconds_of_stages(Path(stage.models or run.out), run.out)
-    report["seconds"]["report"] = round(time.perf_counter() - start, 2)
+    seconds = {"report": round(time.perf_counter() - start, 2)}
+    report["seconds"] = seconds_of_stages(Path(stage.models or run.out), run.out) | seconds
     (run.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     return report
 
@@ -195,8 +205,7 @@ def truth_about(data):
 
 def add_truth(report, before, after, sft, models, run, crowd, judge, ceilings):
     """Add what only the default data can tell: who wins in the eyes of the judge, and how far stages 1 and 2 are from the best."""
-    wins = (after["judge"] > before["judge"]).float() + 0.5 * (after["judge"] == before["judge"]).float()
-    report["ppo"] |= estimate("win_rate_vs_sft", wins)
+    report["ppo"] |= estimate("win_rate_vs_sft", wins(after["judge"], before["judge"]))
     report["best_judge"] = ceilings["best_judge"]
     report["sft"]["entropy_floor"] = ceilings["val_nats"] / report["sft"]["val_tokens"]
     report["sft"] |= above_entropy(sft, models.tokenizer, run, crowd)

@@ -1,7 +1,9 @@
 """Where scores come from: a reward model, or any function of prompts and responses. Both end as score(tokens, mask) -> (B,)."""
 
+import dataclasses
 import importlib
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,27 +18,40 @@ from plumbing.text import Tokenizer, texts_of
 
 @dataclass
 class Models:
-    policy: GPT  # the SFT model, to be trained
+    policy: GPT  # to be trained: the SFT model, unless another is given
+    reference: GPT  # frozen: the SFT model, unless another is given
     reward_model: RewardModel | None  # frozen; None where a function takes its place
     score: Callable  # (tokens, mask) -> (B,)
     tokenizer: Tokenizer
     facts: dict  # the figures that were saved with the models: {"sft": ..., "rm": ...}
 
 
-def load_models(folder, device, reward=""):
-    """sft.pt of a folder and its rm.pt, or instead of the latter the function that `reward` names -> Models."""
-    policy, tokenizer, sft_facts = load_checkpoint(Path(folder) / "sft.pt", ["sft"], device)
+def load_models(folder, device, reward="", policy="", reference=""):
+    """sft.pt of a folder and its rm.pt, or instead of the latter the function that `reward` names -> Models.
+
+    policy, reference: checkpoints that take the place of sft.pt as what is trained, and as what it is compared with.
+    """
+    sft, tokenizer, sft_facts = load_checkpoint(Path(folder) / "sft.pt", ["sft"], device)
+
+    def other(path):
+        model, its, _ = load_checkpoint(path, ["ppo", "sft"], device)
+        if its.tokens != tokenizer.tokens or dataclasses.replace(model.config, separate_critic=False) != sft.config:
+            raise UserError(f"{path}: was not made from {folder}/sft.pt")
+        return model
+
+    start = other(policy) if policy else sft
+    ref = frozen_copy(other(reference) if reference else sft)
     if reward:
-        return Models(policy, None, text_reward(load_function(reward), tokenizer), tokenizer, {"sft": sft_facts})
+        return Models(start, ref, None, text_reward(load_function(reward), tokenizer), tokenizer, {"sft": sft_facts})
     reward_model, rm_tokenizer, rm_facts = load_checkpoint(Path(folder) / "rm.pt", ["rm"], device)
-    if rm_tokenizer.tokens != tokenizer.tokens or reward_model.config != policy.config:
+    if rm_tokenizer.tokens != tokenizer.tokens or reward_model.config != sft.config:
         raise UserError(f"{folder}: rm.pt was not made from sft.pt; run train_rm.py again after train_sft.py")
     reward_model = frozen_copy(reward_model)
 
     def score(tokens, mask):
         return reward_model(tokens, row_lengths(mask))
 
-    return Models(policy, reward_model, score, tokenizer, {"sft": sft_facts, "rm": rm_facts})
+    return Models(start, ref, reward_model, score, tokenizer, {"sft": sft_facts, "rm": rm_facts})
 
 
 def load_function(name):
@@ -48,22 +63,31 @@ def load_function(name):
         if not callable(found):
             raise TypeError(f"{function} is no function")
         return found
-    except (ImportError, ValueError, AttributeError, TypeError) as error:
-        raise UserError(f"--reward {name}: {error}; should be module:function, for instance my:score for score() in my.py")
+    except Exception as error:  # the module is the user's: it may raise anything when it is imported
+        wanted = "should be module:function, for instance my:score for score() in my.py"
+        raise UserError(f"--reward {name}: {type(error).__name__}: {error}; {wanted}")
 
 
 def text_reward(function, tokenizer):
     """A function of lists of prompts and responses, (texts, texts) -> numbers, as score(tokens, mask) -> (B,)."""
 
     def score(tokens, mask):
-        scores = function(*texts_of(tokenizer, tokens, mask))
+        texts = texts_of(tokenizer, tokens, mask)
         try:
-            scores = torch.tensor([float(x) for x in scores], device=tokens.device)
+            scores = function(*texts)
+        except Exception as error:  # it is the user's code: whatever it raises, the run is saved
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            raise UserError(f"--reward: {type(error).__name__}: {error} ({where.filename}, line {where.lineno})") from error
+        wanted = f"--reward: {len(tokens)} responses should get a list of {len(tokens)} finite numbers"
+        try:
+            numbers = torch.tensor([float(x) for x in scores], device=tokens.device)
         except (TypeError, ValueError, RuntimeError):  # no list, or a list of something else
-            scores = torch.tensor([])
-        if len(scores) != len(tokens) or not scores.isfinite().all():
-            wanted = f"{len(tokens)} responses should get {len(tokens)} finite numbers"
-            raise UserError(f"--reward: {wanted}, got {scores.tolist()}"[:200])
-        return scores
+            raise UserError(f"{wanted}, got {getattr(scores, 'shape', repr(scores)[:80])}")
+        if len(numbers) != len(tokens):
+            raise UserError(f"{wanted}, got {len(numbers)}")
+        if not numbers.isfinite().all():
+            bad = int((~numbers.isfinite()).nonzero()[0])
+            raise UserError(f"{wanted}, got {numbers[bad].item()} for {(texts[0][bad] + texts[1][bad])[:80]!r}")
+        return numbers
 
     return score

@@ -14,6 +14,11 @@ import torch
 
 from plumbing import fast
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 
 class UserError(ValueError):
     """Something the user can put right. The scripts print it on one line and exit with status 2."""
@@ -22,12 +27,18 @@ class UserError(ValueError):
 # The range that each number must lie in; up to infinity where there is no second figure.
 LIMITS = {
     "vocab_size": (257, 1_000_000), "context": (8,), "layers": (1,), "heads": (1,), "channels": (1,), "dropout": (0, 0.9),
-    "steps": (1,), "epochs": (1,), "batch_size": (1,), "minibatches": (1,), "micro_batch": (0,), "rollout_batch": (0,),
-    "lr": (0,), "warmup": (0,), "weight_decay": (0,), "max_grad_norm": (0,), "evals": (1,), "save_every": (1,),
+    "steps": (1,), "epochs": (0,), "batch_size": (1,), "minibatches": (1,), "micro_batch": (0,), "rollout_batch": (0,),
+    "lr": (0,), "critic_lr": (0,), "warmup": (0,), "weight_decay": (0,), "max_grad_norm": (0,), "save_every": (1,),
+    "max_steps": (1,), "answers": (2,), "report_prompts": (0,),
     "max_new_tokens": (1,), "temperature": (0.01,), "top_k": (0,), "n": (1,), "seed": (0, 2**31),
     "kl_coef": (0, 1e6), "kl_target": (1e-6,), "kl_horizon": (1,), "kl_loss_coef": (0, 1e6), "gamma": (0, 1), "lam": (0, 1),
     "clip_eps": (0,), "value_clip": (0,), "vf_coef": (0,), "entropy_coef": (0,), "length_penalty": (0, 1e6),
     "missing_eos_penalty": (0, 1e6), "ref_update_every": (0,),
+}  # fmt: skip
+# Flags that would be ignored in silence: those without another one, and those that another one replaces.
+NEEDS = {"kl_target": "kl_horizon", "critic_lr": "separate_critic"}
+REPLACED = {
+    "init": ("vocab_size", "context", "layers", "heads", "channels"), "epochs": ("max_steps",), "no_report": ("report_prompts",),
 }  # fmt: skip
 
 
@@ -40,7 +51,8 @@ class RunConfig:
     grad_checkpoint: bool = False  # less memory for a third more time: compute activations again in the backward pass
     seed: int = 0  # of everything random: the same seed gives the same result, on one machine with one number of threads
     resume: bool = False  # go on where an interrupted run stopped
-    save_every: int = 100  # steps between two saves of the state that --resume needs
+    overwrite: bool = False  # begin again, although an interrupted run is there
+    save_every: int = 100  # steps between two saves of the state that --resume needs; it is saved by time too
 
     def __post_init__(self):
         self.data, self.out = Path(self.data), Path(self.out)
@@ -48,6 +60,8 @@ class RunConfig:
             raise UserError(f"--device {self.device}: should be auto, cpu or cuda")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UserError("--device cuda: this PyTorch sees no CUDA GPU; use --device cpu")
+        if self.resume and self.overwrite:
+            raise UserError("--resume goes on with an interrupted run, --overwrite begins again: give one of them")
         if self.dtype not in ("float32", "bfloat16"):
             raise UserError(f"--dtype {self.dtype}: should be float32 or bfloat16")
         if self.device == "auto":
@@ -77,10 +91,19 @@ def read_flags(doc, *settings, positional="", without=()):
     for group, field in fields:
         default, text = getattr(group, field.name), explanations(type(group))[field.name]
         kind = {"action": "store_true"} if field.type is bool else {"type": field.type, "metavar": field.type.__name__}
-        parser.add_argument(f"--{field.name}", default=default, help=f"{text} ({default})".replace("%", "%%"), **kind)
+        say = f"{text} ({default})".replace("%", "%%")
+        parser.add_argument(f"--{field.name}", default=argparse.SUPPRESS, help=say, **kind)
     if positional:
         parser.add_argument("positional", metavar=positional, nargs="+")
-    values = vars(parser.parse_intermixed_args())
+    given = vars(parser.parse_intermixed_args())
+    values = {field.name: getattr(group, field.name) for group, field in fields} | given
+    for name, other in NEEDS.items():
+        if name in given and other not in given:
+            fail(f"--{name} has no effect without --{other}")
+    for name, others in REPLACED.items():
+        for other in others if given.get(name) else ():
+            if other in given:
+                fail(f"--{other} has no effect with --{name}; leave it out")
     for _, field in fields:
         if field.name in LIMITS:
             value, (low, high) = values[field.name], (*LIMITS[field.name], float("inf"))[:2]
@@ -93,30 +116,64 @@ def read_flags(doc, *settings, positional="", without=()):
     return read + [values["positional"]] if positional else read
 
 
+AT_ERROR = []  # functions of an error that save what there is when a run fails, and return a few words about it
+LOCKS = []  # open files; the lock on a folder lasts as long as its file is open
+
+
 def run_script(main):
     """Call main(). What the user can put right ends in one line and status 2, Ctrl-C in one line and status 130."""
     for stream in filter(None, (sys.stdin, sys.stdout)):  # None: closed
         stream.reconfigure(errors="replace")  # what cannot be shown or read becomes a question mark instead of ending the run
     try:
         return main()
-    except UserError as error:
-        status, message = 2, error
-    except FloatingPointError as error:
-        status, message = 2, f"{error}; try a smaller --lr"
-    except OSError as error:
-        status, message = 2, f"{error.filename or 'output'}: {error.strerror}"
-    except (RuntimeError, MemoryError) as error:
-        if "memory" not in str(error).lower() and not isinstance(error, MemoryError):
+    except Exception as error:
+        status, message = 2, explain(error)
+        saved = "; ".join(filter(None, (save(error) for save in AT_ERROR)))
+        if not message:  # a mistake of ours: its traceback is wanted
+            print(saved, file=sys.stderr)
             raise
-        status, message = 2, f"not enough memory ({str(error).splitlines()[0][:100]}); try a smaller batch, or --micro_batch"
+        message += f"; {saved}" if saved else ""
     except KeyboardInterrupt as stop:
         status, message = 130, f"stopped; {str(stop) or 'files written before are whole'}"
+    finally:
+        AT_ERROR.clear()
+        while LOCKS:
+            LOCKS.pop().close()
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
     sys.exit(status)
 
 
+def explain(error):
+    """One line for the user; nothing for an error that is none of theirs."""
+    text = (str(error).splitlines() or [""])[0]
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, FloatingPointError):
+        return f"{text}; begin again with --overwrite and a smaller --lr"
+    if isinstance(error, OSError):
+        return f"{error.filename or 'output'}: {error.strerror}"
+    if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", text):
+        smaller = "in training, --micro_batch 1 (train_ppo.py: --rollout_batch 8 too) needs less, also with --resume"
+        return f"not enough memory ({text[:100]}); {smaller}"
+    return ""
+
+
+def lock(folder):
+    """UserError if another process has locked this folder. The system takes the lock away when a process ends, however it ends."""
+    folder.mkdir(parents=True, exist_ok=True)
+    LOCKS.append(open(folder / ".lock", "w"))
+    if fcntl:
+        try:
+            fcntl.flock(LOCKS[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{folder}: another run is writing there; wait for it, or give another --out")
+        except OSError:  # a file system without locks
+            pass
+
+
 def prepare(run):
-    """Seed everything, and let minippo's networks be computed fast (plumbing/fast.py)."""
+    """Lock the folder of the run, seed everything, and let minippo's networks be computed fast (plumbing/fast.py)."""
+    lock(run.out)
     torch.manual_seed(run.seed)
     if sys.platform == "linux" and run.device == "cpu" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         # Keep freed memory for the next step. By default each large tensor is fetched anew from the system, page by page.

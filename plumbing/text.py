@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import time
 import zlib
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -91,31 +92,39 @@ def load_jsonl(path, keys):
         raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); {wanted}")
     rows = []
     for number, line in enumerate(lines, 1):
+        where = f"{path}, line {number}"
         try:
             text = line.decode("utf-8-sig").strip()
             row = json.loads(text) if text else None
         except UnicodeDecodeError as error:
-            raise UserError(f"{path}, line {number}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8")
+            raise UserError(f"{where}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8")
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}, line {number}: not JSON ({error}); {wanted}")
-        if not text:
-            continue
-        if not isinstance(row, dict):
-            raise UserError(f"{path}, line {number}: found {type(row).__name__}; {wanted}")
-        for key in keys:
-            if key not in row:
-                hint = "; data/hh_rlhf.py cuts whole transcripts into prompt and replies" * (row.keys() >= {"chosen", "rejected"})
-                hint = hint or "; write the messages of a chat out as one text" * ("messages" in row)
-                found = ", ".join(map(repr, row)) or "no key at all"
-                raise UserError(f"{path}, line {number}: no key {key!r}; found {found}{hint}")
-            if not isinstance(row[key], str):
-                hint = "; write the messages of a chat out as one text" * isinstance(row[key], list)
-                found = json.dumps(row[key])[:40]
-                raise UserError(f"{path}, line {number}: the value of {key!r} should be a string, found {found}{hint}")
-        rows.append(tuple(row[key] for key in keys))
+            array = not rows and text[0] == "["
+            found = "a JSON array; data/convert.py makes JSON lines of it" if array else f"not JSON ({error})"
+            raise UserError(f"{where}: {found}; {wanted}")
+        if text:
+            rows.append(strings(row, keys, where, wanted))
     if not rows:
         raise UserError(f"{path}: no rows; {wanted}")
     return rows
+
+
+def strings(row, keys, where, wanted):
+    """The values of the keys, as a tuple; UserError unless the row is an object and all of them are strings."""
+    if not isinstance(row, dict):
+        hint = "; data/convert.py makes such a file from a JSON array" * isinstance(row, list)
+        raise UserError(f"{where}: found {type(row).__name__}; {wanted}{hint}")
+    chat = "; data/convert.py writes the messages of a chat out as one text"
+    for key in keys:
+        if key not in row:
+            hint = "; data/hh_rlhf.py cuts whole transcripts into prompt and replies" * (row.keys() >= {"chosen", "rejected"})
+            hint = hint or chat * ("messages" in row)
+            found = ", ".join(map(repr, row)) or "no key at all"
+            raise UserError(f"{where}: no key {key!r}; found {found}{hint}")
+        if not isinstance(row[key], str):
+            found = json.dumps(row[key])[:40] + chat * isinstance(row[key], list)
+            raise UserError(f"{where}: the value of {key!r} should be a string, found {found}")
+    return tuple(row[key] for key in keys)
 
 
 KEYS = {"sft": ("prompt", "completion"), "pref": ("prompt", "chosen", "rejected"), "prompts": ("prompt",)}
@@ -127,6 +136,9 @@ def read_rows(data, task, split):
     What a folder lacks comes from what it has: without a val file, the train rows of one prompt in twenty, chosen by a
     hash, are held out; without sft files the chosen responses serve, without prompts files the prompts of the pairs.
     """
+
+    if data.is_file():
+        raise UserError(f"--data {data}: should be a folder; data/convert.py makes one from a file")
 
     def find(name):
         return next((path for path in (data / f"{name}.jsonl", data / f"{name}.jsonl.gz") if path.exists()), None)
@@ -153,23 +165,34 @@ def encode_rows(rows, tokenizer, context):
     """Rows of a prompt and completions -> the same as lists of ids; says how many were skipped or cut.
 
     Prompt and completions are encoded apart, so that no token crosses the border; a completion gets its end token. A
-    prompt that leaves no room in the context skips the row; a completion that does not fit is cut (and has no end).
+    prompt that leaves no room in the context skips the row; a completion that does not fit is cut (and has no end), and
+    a pair whose answers are then the same is skipped.
     """
-    encoded, cut = [], 0
+    encoded, full, cut, equal, uneven = [], 0, 0, 0, 0
     for prompt, *completions in rows:
         prompt = tokenizer.encode(prompt)
         if not 0 < len(prompt) < context:
+            full += 1
             continue
-        completions = [tokenizer.encode(completion) + [tokenizer.eos] for completion in completions]
-        room = context - len(prompt)
-        cut += any(len(ids) > room for ids in completions)
-        encoded.append((prompt, *[ids[:room] for ids in completions]))
-    if len(encoded) < len(rows):
-        print(f"    {len(rows) - len(encoded):,} skipped: the prompt is empty or leaves no room in the context of {context} tokens")
+        whole = [tokenizer.encode(completion) + [tokenizer.eos] for completion in completions]
+        completions = [ids[: context - len(prompt)] for ids in whole]
+        if len(completions) == 2 and completions[0] == completions[1]:
+            equal += 1
+            continue
+        ends = [ids == ids_cut for ids, ids_cut in zip(whole, completions)]
+        cut, uneven = cut + (not all(ends)), uneven + (any(ends) and not all(ends))
+        encoded.append((prompt, *completions))
+    if full:
+        print(f"    {full:,} skipped: the prompt is empty or leaves no room in the context of {context} tokens")
+    if equal:
+        print(f"    {equal:,} skipped: the two answers are the same, or the same up to the end of the context")
     if cut:
         print(f"    {cut:,} cut at the end of the context of {context} tokens")
+    if uneven:
+        print(f"    {uneven:,} of these pairs keep the end of one answer alone, which tells the two apart")
     if not encoded:
-        raise UserError(f"no prompt leaves room in the context of {context} tokens; train with a larger --context")
+        why = "no two answers differ within" if equal else "no prompt leaves room in"
+        raise UserError(f"{why} the context of {context} tokens; shorten the rows, or train with a larger --context")
     return encoded
 
 
@@ -208,3 +231,14 @@ def pieces(rows, size):
     """Rows (tuples of lists of ids) in pieces of at most `size`, or in one if that is 0; rows of similar length together."""
     rows = sorted(rows, key=lambda row: sum(map(len, row)))
     return [rows[i : i + (size or len(rows))] for i in range(0, len(rows), size or len(rows))]
+
+
+def waiting(what, rows, size):
+    """Yield the rows in pieces of `size`. Every few seconds say how many are done, so that nobody waits in silence."""
+    start = shown = time.perf_counter()
+    for i in range(0, len(rows), size):
+        yield rows[i : i + size]
+        now, done = time.perf_counter(), min(i + size, len(rows))
+        if now - shown > 4:
+            print(f"    {done:,} of {len(rows):,} {what}, {(now - start) / done * (len(rows) - done):.0f} s left", flush=True)
+            shown = now

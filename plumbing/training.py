@@ -1,11 +1,9 @@
-"""What the three training loops share: batches, optimizer, learning rate, memory, the log, stopping and going on."""
+"""What the three training loops share: batches, optimizer, learning rate, sampling in pieces."""
 
 import copy
 import dataclasses
 import itertools
-import json
 import math
-import signal
 import time
 from dataclasses import dataclass
 
@@ -14,22 +12,40 @@ import torch
 import torch.nn.functional as F
 
 import minippo
+from minippo import GPT
 from plumbing import fast
-from plumbing.checkpoints import read_file, write_file
 from plumbing.settings import UserError
-from plumbing.text import pad
+from plumbing.text import Tokenizer, pad
 
 
 @dataclass
 class FitConfig:
-    epochs: int = 1  # passes over the training rows
+    epochs: int = 0  # passes over the training rows; 0: as many as lower the validation loss, within --max_steps
+    max_steps: int = 1300  # steps at most, when --epochs does not say how many
     batch_size: int = 64  # rows per step
     micro_batch: int = 0  # rows in memory at once in a step; 0: all of them
     lr: float = 1e-3  # peak learning rate of AdamW; it falls linearly to 0
     warmup: int = 20  # steps in which the learning rate climbs to its peak
-    weight_decay: float = 0.0  # AdamW's decay of the weights
+    weight_decay: float = 0.0  # AdamW's decay of the weights; norms and biases have none
     max_grad_norm: float = 1.0  # longer gradients are scaled down to this norm
-    evals: int = 2  # validations during the run; the best checkpoint is kept
+
+
+def first_model(rows, shape, init):
+    """A GPT with random weights and a vocabulary learned from the rows; with `init`, a GPT-2 -> model, tokenizer."""
+    if init:
+        from plumbing.hf import read_gpt2
+
+        return read_gpt2(init, shape.dropout)
+    start = time.perf_counter()
+    tokenizer = Tokenizer.train((text for row in rows for text in row), shape.vocab_size)
+    seconds = time.perf_counter() - start
+    print(f"learned a vocabulary of {tokenizer.vocab_size:,} tokens in {seconds:.1f} s")
+    return GPT(dataclasses.replace(shape, vocab_size=tokenizer.vocab_size)), tokenizer
+
+
+def some(rows, n=1000):
+    """At most n of the validation rows, spread over all: enough to see whether the loss still falls."""
+    return rows[:: max(1, math.ceil(len(rows) / n))]
 
 
 def batches(rows, batch_size, seed):
@@ -53,28 +69,47 @@ def pair_scores(model, rows, device):
     return model(tokens, lengths).view(-1, 2).unbind(1)
 
 
-def adamw(model, lr, weight_decay=0.0):
-    """AdamW; a separate critic, with the value head that reads it, is a network of its own (see minippo.gradient_step)."""
+def length(config, rows):
+    """-> what Progress wants to know: the steps of a run, its warm-up, and whether it may end before."""
+    steps = config.epochs * math.ceil(rows / config.batch_size)
+    return steps or config.max_steps, config.warmup, not steps
+
+
+def adamw(model, lr, weight_decay=0.0, critic_lr=0.0):
+    """AdamW; norms and biases do not decay. A separate critic, with the value head that reads it, is a network of its own, with
+    its own learning rate and gradient norm (see minippo.gradient_step). critic_lr 0: lr."""
     critic = [*model.critic.parameters(), *model.value_head.parameters()] if getattr(model, "critic", None) else []
     policy = [p for p in model.parameters() if not any(p is other for other in critic)]
-    groups = [{"params": part, "network": name} for name, part in (("policy", policy), ("critic", critic)) if part]
-    return torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True)
+    groups = [
+        {"params": part, "network": network, "peak": peak, "weight_decay": decay}
+        for network, params, peak in (("policy", policy, lr), ("critic", critic, critic_lr or lr))
+        for part, decay in (([p for p in params if p.dim() > 1], weight_decay), ([p for p in params if p.dim() < 2], 0.0))
+        if part
+    ]
+    return torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), fused=True)
 
 
-def set_lr(optimizer, lr, step, steps, warmup):
-    """Linear warm-up to lr, then a straight line down to 0 after the last step; returns what it set."""
-    now = lr * min((step + 1) / (warmup + 1), (steps - step) / max(1, steps - warmup))
+def set_lr(optimizer, share):
+    """Every learning rate to this share of its peak; returns the policy's."""
     for group in optimizer.param_groups:
-        group["lr"] = now
-    return now
+        group["lr"] = share * group["peak"]
+    return optimizer.param_groups[0]["lr"]
 
 
-def rollout_in_pieces(size):
-    """minippo.rollout, sampling fast, and no more than `size` responses at once; 0: all of them."""
+def rollout_in_pieces(size, again=False):
+    """minippo.rollout, sampling fast, and no more than `size` responses at once; 0: all of them.
+
+    again: compute log-probabilities and values again, as training will. In bfloat16 those of sampling differ by its rounding.
+    """
 
     def rollout(policy, ref, score, prompts, config):
         parts = [prompts[i : i + (size or len(prompts))] for i in range(0, len(prompts), size or len(prompts))]
-        return join([minippo.rollout(policy, ref, score, part, config, fast.generate) for part in parts])
+        batches = [minippo.rollout(policy, ref, score, part, config, fast.generate) for part in parts]
+        for batch in batches if again else ():
+            how = batch["mask"], config.temperature, False
+            with torch.no_grad():
+                batch["logprobs"], batch["values"], _ = minippo.evaluate_actions(policy, batch["tokens"], *how)
+        return join(batches)
 
     return rollout
 
@@ -91,6 +126,8 @@ def join(batches):
 
 def add_critic(policy, reward_model):
     """Give the policy, in place, a value network of its own, which starts as the reward model (as in InstructGPT)."""
+    if policy.critic is not None:  # of an earlier round: it goes on
+        return
     if reward_model is None:
         raise UserError("--separate_critic starts from the reward model, and with --reward there is none")
     policy.config = dataclasses.replace(policy.config, separate_critic=True)
@@ -99,113 +136,3 @@ def add_critic(policy, reward_model):
     with torch.no_grad():  # value = normalised score = (head(hidden) - mean) / std
         policy.value_head.weight.copy_(head.weight / std)
         policy.value_head.bias.copy_((head.bias - reward_model.mean) / std)
-
-
-def random_state():
-    """The states of PyTorch's generators, on which everything random in a training loop depends."""
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [])]
-
-
-def set_random_state(states):
-    torch.set_rng_state(states[0])
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(states[1:])
-
-
-def clock(seconds):
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
-
-
-FREE = ("models", "no_report", "micro_batch", "rollout_batch")  # settings that --resume may change
-
-
-class Progress:
-    """How far a training run has come: its log, its clock, and the state from which --resume goes on.
-
-    configs: the settings that must be the same when it goes on. made_from: the figures that came with the checkpoints that the run
-    starts from, {"sft": ..., "rm": ...}, by which they are known again. parts: whatever has a state_dict() (model, optimizer).
-    `values` holds the numbers that must survive an interruption.
-    """
-
-    def __init__(self, kind, run, configs, steps, made_from=None, **parts):
-        self.state_path, log_path = run.out / f"{kind}_state.pt", run.out / f"{kind}.jsonl"
-        self.run, self.steps, self.parts, self.values = run, steps, parts, {"step": 0, "seconds": 0.0}
-        self.made_from = made_from or {}
-        self.settings = {"data": str(run.data), "seed": run.seed, "dtype": run.dtype, "steps": steps}
-        for config in configs:
-            self.settings |= {name: x for name, x in dataclasses.asdict(config).items() if name not in FREE}
-        if run.resume and not self.state_path.exists():
-            print(f"--resume: {self.state_path} is not there, so this run starts at the beginning")
-        elif run.resume:
-            self.load()
-        else:
-            self.state_path.unlink(missing_ok=True)  # of an earlier run: a later --resume must not mistake it for this one's
-        run.out.mkdir(parents=True, exist_ok=True)
-        logged = log_path.read_text().splitlines(True) if self.values["step"] else []
-        log_path.write_text("".join(logged[: self.values["step"]]))  # one line a step; those after the last save are made again
-        self.log, self.asked = open(log_path, "a"), []
-        if self.values["step"] < steps:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, self.ask)
-        self.began = self.shown = time.perf_counter() - self.values["seconds"]
-
-    def load(self):
-        state = read_file(self.state_path, ("state",))
-        was = state.get("settings", {})
-        differ = [f"{name} = {was.get(name)}" for name, value in self.settings.items() if was.get(name) != value]
-        if differ:
-            raise UserError(f"{self.state_path} was saved with {', '.join(differ)}; repeat that, or leave --resume out")
-        for name, facts in self.made_from.items():
-            if state.get("made_from", {}).get(name) != facts:
-                raise UserError(f"{name}.pt has been made again since {self.state_path} was saved; leave --resume out")
-        for name, part in self.parts.items():
-            part.load_state_dict(state[name])
-        set_random_state(state["random"])
-        self.values = state["values"]
-
-    def remaining(self, batches):
-        """Yield the steps that are still to be made, 0 for the first of the run, each with its batch."""
-        return itertools.islice(enumerate(batches), self.values["step"], self.steps)
-
-    def ask(self, number, frame):
-        """At the first Ctrl-C or SIGTERM the loop ends its step and saves; a second one kills."""
-        self.asked.append(number)
-        signal.signal(number, signal.SIG_DFL)
-
-    def due(self, times):
-        """Is the step in work one of those, so many in the run and spread evenly, at which something is done? The last one is."""
-        step = self.values["step"] + 1
-        return step % math.ceil(self.steps / times) == 0 or step == self.steps
-
-    def is_best(self, facts):
-        """Is facts["val_loss"] the lowest so far? Then these facts are remembered. UserError if it is no number."""
-        loss, best = facts["val_loss"], self.values.get("best", {"val_loss": math.inf})
-        if not math.isfinite(loss):
-            raise UserError(f"step {self.values['step'] + 1}: the validation loss is {loss}; try a smaller --lr")
-        if loss <= best["val_loss"]:
-            self.values["best"] = facts
-        return loss <= best["val_loss"]
-
-    def end_step(self, tokens, show, /, **metrics):
-        """Log the metrics of a step, print those named in `show` every few seconds; save now and then, or when asked."""
-        seconds = time.perf_counter() - self.began
-        speed = tokens / (seconds - self.values["seconds"])
-        step = self.values["step"] = self.values["step"] + 1
-        self.values["seconds"] = seconds
-        record = {"step": step, **metrics, "tokens_per_second": round(speed), "seconds": round(seconds, 2)}
-        self.log.write(json.dumps(record) + "\n")
-        self.log.flush()
-        if time.perf_counter() - self.shown > 4 or step == self.steps:
-            self.shown = time.perf_counter()
-            numbers = "  ".join(f"{name} {metrics[name]:.3g}" for name in show if name in metrics)
-            times = f"{clock(seconds)}, {clock(seconds / step * (self.steps - step))} left"
-            print(f"step {step:>4}/{self.steps}  {numbers}  {speed:,.0f} tokens/s  {times}", flush=True)
-        if self.asked or step % self.run.save_every == 0 or step == self.steps:
-            parts = {name: part.state_dict() for name, part in self.parts.items()}
-            state = {"kind": "state", "settings": self.settings, "made_from": self.made_from, "values": self.values}
-            write_file(self.state_path, state | {"random": random_state()} | parts)
-        if self.asked:
-            raise KeyboardInterrupt(f"step {step} is saved, --resume goes on from there")
-        if step == self.steps:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on, Ctrl-C has nothing to save
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
