@@ -1,11 +1,13 @@
 """The specification of plumbing/checkpoints.py. Run: python -m pytest tests/test_checkpoints.py"""
 
+import os
 import pickle
 
 import pytest
 import torch
 
 from minippo import GPT, GPTConfig, RewardModel
+from plumbing import checkpoints
 from plumbing.checkpoints import load_checkpoint, save_checkpoint
 from plumbing.settings import UserError
 from plumbing.text import Tokenizer
@@ -99,3 +101,29 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one_as_it_was(checkp
     with pytest.raises(UserError, match="No space left"):
         save_checkpoint(checkpoint, "sft", tiny_gpt(), Tokenizer.train([], 257))
     assert checkpoint.read_bytes() == old and list(checkpoint.parent.iterdir()) == [checkpoint]
+
+
+def test_an_error_while_writing_is_named_by_what_the_system_said_or_else_by_its_own_words():
+    try:
+        try:
+            raise OSError(28, "No space left on device")
+        except OSError:
+            raise RuntimeError("[enforce fail at inline_container.cc:664] unexpected pos")
+    except RuntimeError as error:
+        assert checkpoints.reason(error) == "No space left on device"
+    assert checkpoints.reason(RuntimeError("cannot pickle this\nat all")) == "cannot pickle this"
+    assert checkpoints.reason(PermissionError(13, "Permission denied")) == "Permission denied"
+
+
+def test_two_processes_never_write_to_the_same_temporary_file(tmp_path, monkeypatch):
+    names, replace = [], os.replace
+
+    def watched(beside, path):
+        names.append(str(beside))
+        replace(beside, path)
+
+    monkeypatch.setattr(os, "replace", watched)
+    for process in (1, 2):
+        monkeypatch.setattr(os, "getpid", lambda process=process: process)
+        checkpoints.write_file(tmp_path / "a.pt", {"kind": "x"})
+    assert len(set(names)) == 2 and [path.name for path in tmp_path.iterdir()] == ["a.pt"]

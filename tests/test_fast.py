@@ -268,3 +268,21 @@ def test_bfloat16_is_for_the_products_in_the_blocks_alone():
     seen.clear()
     fast.generate(policy, [[1, 2]], 3)
     assert seen == expected
+
+
+def test_in_bfloat16_each_weight_is_cast_once_for_all_tokens_of_a_response():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Casts(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            cast = func is torch.ops.aten._to_copy.default and args[0].dim() == 2 and (kwargs or {}).get("dtype") == torch.bfloat16
+            self.count += cast and any(args[0].data_ptr() == p.data_ptr() for p in policy.parameters())
+            return func(*args, **kwargs or {})
+
+    policy = GPT(GPTConfig(300, 64, 2, heads=2, channels=16)).eval()
+    fast.install(torch.bfloat16)
+    with Casts() as casts:
+        tokens, *_ = fast.generate(policy, [[1, 2]] * 4, 20)
+    assert tokens.shape[1] > 12 and casts.count == 2 * 4  # two layers of four matrices

@@ -1089,6 +1089,12 @@ def test_settings_that_contradict_each_other_are_refused(changes):
         PPOConfig(**changes)
 
 
+def test_the_clip_fraction_counts_both_sides():
+    logprobs = f64([[0.0, math.log(0.7), math.log(1.3), math.log(1.1)]])
+    _, stats = policy_loss(logprobs, torch.zeros(1, 4).double(), torch.ones(1, 4).double(), marks("xxxx"), 0.2)
+    assert stats["clip_frac"] == pytest.approx(2 / 4)
+
+
 def test_explained_variance_is_1_for_perfect_values_0_for_constant_ones_and_sees_the_mask_only():
     returns, mask = f64([[nan, 1, 2], [3, 4, inf]]), marks(".xx", "xx.")
     assert explained_variance(returns, returns, mask) == pytest.approx(1, abs=1e-6)

@@ -5,8 +5,10 @@ import itertools
 import pytest
 import torch
 
-from plumbing.report import best_of_n, estimate, optimal_objective, optimality, spread_out
-from tiny import assert_equal, f64, noise
+from minippo import PPOConfig, evaluate_actions, frozen_copy, generate, row_lengths
+from plumbing.report import best_of_n, estimate, means, number, optimal_objective, optimality, respond, spread_out, unseen, wins
+from plumbing.text import Tokenizer
+from tiny import EOS, assert_equal, f64, noise, tiny_gpt
 
 
 @pytest.mark.parametrize("beta", [0.1, 1.0, 10.0])
@@ -84,3 +86,59 @@ def test_where_all_prompts_are_seen_or_none_are_they_weigh_the_same():
     for seen in (set(), {(i,) for i in range(9)}):
         chosen, weights = spread_out(prompts, seen, 4)
         assert len(chosen) == 4 and len(set(weights.tolist())) == 1
+
+
+def test_a_tie_is_half_a_win():
+    assert wins(f64([3, 1, 2]), f64([1, 3, 2])).tolist() == [1.0, 0.0, 0.5]
+
+
+def test_the_unseen_prompts_are_those_that_ppo_was_not_trained_on():
+    assert unseen([[1, 2], [3], [2, 1]], {(1, 2), (4,)}) == [False, True, True]
+
+
+def test_every_response_is_measured_for_its_own_prompt_in_pieces_too(monkeypatch):
+    policy, ref, prompts = tiny_gpt(), frozen_copy(tiny_gpt()), [[1], [2, 3], [4, 5, 6]]
+    with torch.no_grad():
+        policy.lm_head.weight.mul_(1.5)
+    tokenizer, config = Tokenizer([bytes([i]) for i in range(EOS)]), PPOConfig(max_new_tokens=5, missing_eos_penalty=0.5)
+    seen = []
+
+    def watched(model, rows, *settings):
+        out = generate(model, rows, *settings)
+        seen.append((rows, *out))
+        return out
+
+    def judge(prompt, text):
+        return len(prompt) + 10 * len(text)
+
+    monkeypatch.setattr("plumbing.report.generate", watched)
+    asked = lambda tokens, mask: 100.0 * tokens[:, 0] + mask.sum(1)  # noqa: E731
+    measured, texts = respond(policy, ref, asked, prompts, 4, tokenizer, config, size=5, judge=judge)
+    assert [len(rows) for rows, *_ in seen] == [5, 5, 2] and all(x.shape == (3, 4) for x in measured.values())
+    i = 0
+    for rows, tokens, mask, logprobs, _ in seen:
+        with torch.no_grad():
+            there = evaluate_actions(ref, tokens, mask)[0]
+        for j, row in enumerate(rows):
+            assert row == prompts[i // 4]
+            n, length = int(mask[j].sum()), int(row_lengths(mask)[j])
+            ended = tokens[j, length - 1].item() == EOS
+            here = {name: x.flatten()[i].item() for name, x in measured.items()}
+            assert here["length"] == n and here["ended"] == ended
+            assert here["score"] == pytest.approx(100 * row[0] + n - 0.5 * (not ended))
+            assert here["kl"] == pytest.approx((logprobs[j] - there[j]).sum().item(), abs=1e-4)
+            assert texts[i] == tokenizer.decode(tokens[j, len(row) : length].tolist())
+            assert here["judge"] == len(row) + 10 * len(texts[i])
+            i += 1
+    assert not respond(ref, ref, asked, prompts, 2, tokenizer, config)[0]["kl"].any()
+
+
+def test_the_figures_have_the_names_of_the_report():
+    assert means({"ended": f64([[1, 0], [1, 1]]), "kl": f64([[2.0], [4.0]])}) == pytest.approx(
+        {"eos_rate": 0.75, "eos_rate_se": 0.25, "kl": 3.0, "kl_se": 1.0}
+    )
+
+
+def test_a_number_is_printed_with_its_error_if_it_has_one():
+    assert number({"kl": 1.239, "kl_se": 0.04}, "kl", 2) == "1.24 ± 0.04"
+    assert number({"kl": 1.2}, "kl", 2) == number({"kl": 1.2, "kl_se": None}, "kl", 2) == "1.20"

@@ -27,7 +27,7 @@ import train_sft
 from cli import ONE_THREAD, ROOT, command, metrics, run, same_weights, shell
 from data import zoo
 from minippo import PPOConfig
-from plumbing import settings, training
+from plumbing import fast, report, settings, training, watch
 from plumbing.checkpoints import load_checkpoint, save_checkpoint
 from plumbing.settings import UserError
 from plumbing.text import Tokenizer, load_jsonl
@@ -36,7 +36,7 @@ from tiny import assert_equal, tiny_gpt
 CPU = ["--device", "cpu"]  # where the same seed gives the same bits
 SMALL = [*CPU, "--layers", "1", "--heads", "2", "--channels", "16", "--context", "32", "--batch_size", "16", "--dropout", "0.1"]
 PPO = [*CPU, "--steps", "2", "--batch_size", "8", "--minibatches", "2", "--max_new_tokens", "8"]
-SFT, RM = [*SMALL, "--warmup", "0"], [*CPU, "--epochs", "1", "--batch_size", "16"]
+SFT, RM = [*SMALL, "--warmup", "0", "--epochs", "1"], [*CPU, "--epochs", "1", "--batch_size", "16"]
 FLAGS = {"train_sft.py": SFT, "train_rm.py": RM, "train_ppo.py": PPO}
 ALL_METRICS = {"step", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"}
 QUESTION = "What does a bee eat?"
@@ -88,12 +88,13 @@ def test_the_validation_of_sft_counts_the_completion_with_its_end_token_and_noth
         for prompt, completion in rows:
             logprobs = model(torch.tensor([prompt + completion]))[0][0].log_softmax(-1)
             nats.append(-sum(logprobs[len(prompt) - 1 + i, token].item() for i, token in enumerate(completion)))
-    facts = train_sft.validate(model, rows, "cpu")
+    facts = train_sft.validate(model, rows, "cpu", 0)
     assert facts["val_loss"] == pytest.approx(sum(nats) / 6, rel=1e-5) and facts["val_tokens"] == 6
     # The error of a ratio of two sums, by the delta method: of nats - loss x tokens, over rows.
     rest = torch.tensor([x - facts["val_loss"] * n for x, n in zip(nats, (3, 1, 2), strict=True)])
     assert facts["val_loss_se"] == pytest.approx(rest.std().item() * 3**0.5 / 6, rel=1e-4)
-    assert train_sft.validate(model, rows[:1], "cpu")["val_loss_se"] == 0.0
+    assert train_sft.validate(model, rows[:1], "cpu", 0)["val_loss_se"] == 0.0
+    assert train_sft.validate(model, rows, "cpu", 2) == pytest.approx(facts, rel=1e-5)  # in pieces: the same
     assert model.training  # as the loop needs it
 
 
@@ -105,36 +106,29 @@ def test_the_validation_of_the_reward_model_is_over_all_pairs():
         for prompt, *answers in rows:
             chosen, rejected = (model(torch.tensor([prompt + x]), torch.tensor([len(prompt + x)])) for x in answers)
             margins.append((chosen - rejected).item())
-    facts, right = train_rm.validate(model, rows, "cpu"), sum((margin > 0) + (margin == 0) / 2 for margin in margins) / 150
+    facts, right = train_rm.validate(model, rows, "cpu", 64), sum((margin > 0) + (margin == 0) / 2 for margin in margins) / 150
     assert facts["val_accuracy"] == pytest.approx(right) and 0 < right < 1
     assert facts["val_accuracy_se"] == pytest.approx((right * (1 - right) / 150) ** 0.5)
     assert facts["val_loss"] == pytest.approx(sum(math.log1p(math.exp(-margin)) for margin in margins) / 150, rel=1e-4)
     assert model.training
 
 
-def test_a_normalised_reward_model_is_a_copy_with_mean_0_and_standard_deviation_1_on_the_answers():
-    model = minippo.RewardModel(minippo.GPTConfig(300, 32, 1, heads=2, channels=16, dropout=0.5)).train()
-    answers = [(torch.randint(300, (20, 9)), torch.randint(1, 10, (20,))) for _ in range(3)]
-    copy = train_rm.normalised(model, answers)
-    scores = torch.cat([copy(tokens, lengths) for tokens, lengths in answers])
-    assert abs(scores.mean()) < 1e-5 and scores.std().item() == pytest.approx(1, abs=1e-5)
-    assert model.training and (model.mean, model.std) == (0, 1)  # the one in training stays as it was
-
-
-def test_the_answers_that_set_the_scale_are_to_prompts_spread_over_all(monkeypatch):
-    asked = []
+@pytest.mark.parametrize("count, expected", [(5, {0, 1, 2, 3, 4}), (4096, set(range(0, 4096, 2)))])
+def test_the_scale_of_the_scores_is_set_on_answers_to_prompts_spread_over_all(monkeypatch, count, expected):
+    asked, answers = [], []
 
     def watched(policy, rows, max_new_tokens):
         asked.extend(row[0] for row in rows)
-        assert max_new_tokens == 48
-        return torch.tensor([[1, 2, 3]] * len(rows)), torch.tensor([[False, True]] * len(rows))
+        assert policy == "sft" and max_new_tokens == 7 and len(rows) <= 20
+        answers.append(torch.randint(300, (len(rows), 9)))
+        return answers[-1], torch.tensor([[False] * 4 + [True] * 3 + [False]] * len(rows))
 
     monkeypatch.setattr(train_rm, "generate", watched)
-    for count, expected in ((5, {0, 1, 2, 3, 4}), (4096, set(range(0, 4096, 2)))):
-        asked.clear()
-        answers = train_rm.answers_of(None, [[i] for i in range(count)])
-        assert len(asked) == 2048 and set(asked) == expected
-        assert all(lengths.tolist() == [3] * len(tokens) for tokens, lengths in answers)
+    model = minippo.RewardModel(minippo.GPTConfig(300, 32, 1, heads=2, channels=16, dropout=0.5)).eval()
+    train_rm.normalise(model, "sft", [[i] for i in range(count)], train_rm.AnswerConfig(max_new_tokens=7), 5)
+    assert len(asked) == 2048 and set(asked) == expected
+    scores = torch.cat([model(tokens, torch.full((len(tokens),), 8)) for tokens in answers])  # read at the last token
+    assert abs(scores.mean()) < 1e-5 and scores.std().item() == pytest.approx(1, abs=1e-5)
 
 
 def test_ppo_trains_on_what_the_definitions_say(chain, data, tmp_path, monkeypatch):
@@ -176,7 +170,7 @@ def test_ppo_trains_on_what_the_definitions_say(chain, data, tmp_path, monkeypat
 
 
 def test_each_script_leaves_its_checkpoint_its_metrics_and_the_state_to_resume_from(chain):
-    names = {path.name for path in chain.iterdir() if path.suffix != ".txt"}
+    names = {path.name for path in chain.iterdir() if path.suffix != ".txt" and path.name != ".lock"}
     assert names == {f"{kind}{end}" for kind in ("sft", "rm", "ppo") for end in (".pt", ".jsonl", "_state.pt")} | {"report.json"}
 
 
@@ -258,7 +252,7 @@ def test_the_same_seed_gives_the_same_metrics_and_weights_and_own_data_a_report_
 
 def test_the_seed_decides_the_initial_weights(chain, data, tmp_path):
     for seed in (1, 2):
-        assert run("train_sft.py", "--data", data, "--out", tmp_path / str(seed), *SMALL, "--lr", 0, "--seed", seed)[0] == 0
+        assert run("train_sft.py", "--data", data, "--out", tmp_path / str(seed), *SFT, "--lr", 0, "--seed", seed)[0] == 0
     assert not same_weights(tmp_path / "1" / "sft.pt", tmp_path / "2" / "sft.pt")
 
 
@@ -277,7 +271,7 @@ def test_fewer_prompts_than_responses_per_iteration_are_enough(chain, data, tmp_
 @pytest.mark.parametrize("flags", [
     ["--separate_critic"], ["--kl_coef", "0"], ["--clip_eps", "inf", "--value_clip", "inf", "--max_grad_norm", "inf"],
     ["--kl_horizon", "100", "--kl_target", "1"], ["--ref_update_every", "1"], ["--temperature", "0.7"], ["--micro_batch", "3"],
-    ["--dtype", "bfloat16"], ["--grad_checkpoint"], ["--rollout_batch", "3"],
+    ["--dtype", "bfloat16"], ["--grad_checkpoint"], ["--rollout_batch", "3"], ["--report_prompts", "2"],
 ], ids=" ".join)  # fmt: skip
 def test_every_option_of_ppo_runs(chain, data, tmp_path, flags):
     assert run("train_ppo.py", "--data", data, "--out", tmp_path, *PPO, "--models", chain, *flags)[0] == 0
@@ -343,6 +337,182 @@ def test_a_small_micro_batch_takes_the_same_steps_in_sft_and_reward_model_traini
             assert one == pytest.approx(other, rel=2e-3, abs=1e-3)
 
 
+def rows_at_once(monkeypatch):
+    """-> a list that gets the number of rows of every tensor of tokens that a trunk reads."""
+    rows, forward = [], fast.forward
+
+    def watched(trunk, tokens, *args, **more):
+        rows.append(len(tokens))
+        return forward(trunk, tokens, *args, **more)
+
+    monkeypatch.setattr(fast, "forward", watched)
+    return rows
+
+
+@pytest.mark.parametrize("script, most, flags", [
+    ("train_sft.py", 2, [*SFT, "--micro_batch", "2"]), ("train_rm.py", 8, [*RM, "--micro_batch", "2"]),
+    ("train_ppo.py", 4, [*PPO, "--micro_batch", "2", "--rollout_batch", "4"]),
+])  # fmt: skip
+def test_no_more_rows_are_in_memory_than_the_flags_allow_also_in_validation_and_report(
+    copy, data, tmp_path, monkeypatch, script, most, flags
+):
+    own = shutil.copytree(data, tmp_path / "own")
+    (own / "ceilings.json").unlink()  # with a judge, the report looks at the validation rows of stages 1 and 2 too
+    rows = rows_at_once(monkeypatch)
+    assert run(script, "--data", own, "--out", copy, *flags)[0] == 0
+    assert max(rows) == most
+
+
+def test_the_report_is_as_large_as_it_is_asked_to_be(chain, data, tmp_path):
+    own = shutil.copytree(data, tmp_path / "own")
+    prompts = [json.dumps({"prompt": prompt}) for prompt in list(zoo.PROMPTS)[:200]]
+    (own / "prompts_val.jsonl").write_text("\n".join(prompts))
+    asked = []
+
+    def watched(model, ref, score, prompts, n, *rest, **more):
+        asked.append((len(prompts), n))
+        return respond(model, ref, score, prompts, n, *rest, **more)
+
+    respond = report.respond
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "respond", watched)
+        patch.setattr(report, "MANY", 64)
+        for judge, flags, size in ((True, [], 200), (True, ["--report_prompts", "32"], 32), (False, [], 128)):
+            if not judge:
+                (own / "ceilings.json").unlink()
+            asked.clear()
+            assert run("train_ppo.py", "--data", own, "--out", tmp_path, *PPO, "--models", chain, *flags)[0] == 0
+            few = {200: 128, 32: 4, 128: 16}[size]
+            assert asked == [(size, 4), (few, 64), (size, 4), (few, 16)]
+
+
+def test_a_reference_that_moves_does_not_move_what_the_report_compares_with(chain, data, tmp_path):
+    flags = ["--data", data, *PPO, "--models", chain, "--lr", "0.01"]
+    for name, more in (("still", []), ("moves", ["--ref_update_every", "1"])):
+        assert run("train_ppo.py", "--out", tmp_path / name, *flags, *more)[0] == 0
+    still, moves = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("still", "moves"))
+    assert moves["sft"] == still["sft"] and abs(moves["ppo"]["kl"]) > 1e-3  # it is 0 to a reference that has moved along
+
+
+def test_a_second_round_starts_from_a_ppo_checkpoint_and_keeps_the_sft_model_as_reference(chain, data, tmp_path):
+    flags = ["--data", data, *PPO, "--models", chain, "--no_report", "--lr", "0"]
+    policy = ["--policy", chain / "ppo.pt"]
+    for name, more in (("again", policy), ("apart", [*policy, "--reference", chain / "ppo.pt"])):
+        status, printed, _ = run("train_ppo.py", "--out", tmp_path / name, *flags, *more)
+        assert status == 0 and "the ratio is 1" in printed and "KL to the reference is 0" not in printed
+        assert same_weights(tmp_path / name / "ppo.pt", chain / "ppo.pt")
+        kl = metrics(tmp_path / name / "ppo.jsonl")[0]["kl_k3"]
+        assert (kl > 1e-6) == (name == "again")
+    status, printed, _ = run("train_ppo.py", "--out", tmp_path / "from_sft", *flags, "--policy", chain / "sft.pt")
+    assert status == 0 and metrics(tmp_path / "from_sft" / "ppo.jsonl")[0]["kl_k3"] == pytest.approx(0, abs=1e-9)
+
+
+def test_the_separate_critic_has_a_learning_rate_of_its_own(chain, data, tmp_path):
+    flags = ["--data", data, *PPO, "--models", chain, "--no_report", "--separate_critic"]
+    for name, more in (("start", ["--lr", "0"]), ("critic", ["--lr", "0", "--critic_lr", "0.01"])):
+        assert run("train_ppo.py", "--out", tmp_path / name, *flags, *more)[0] == 0
+    start, moved = (torch.load(tmp_path / name / "ppo.pt")["model"] for name in ("start", "critic"))
+    changed = {name for name, weight in start.items() if not torch.equal(weight, moved[name])}
+    assert changed and all(name.startswith(("critic.", "value_head.")) for name in changed)
+
+
+def test_scores_are_normalised_on_answers_of_the_length_that_was_asked_for_and_ppo_says_when_it_differs(copy, data, tmp_path):
+    assert run("train_rm.py", "--data", data, "--out", copy, *RM, "--max_new_tokens", "5")[0] == 0
+    scorer, tokenizer, facts = load_checkpoint(copy / "rm.pt", ["rm"])
+    assert facts["max_new_tokens"] == 5
+    policy = load_checkpoint(copy / "sft.pt", ["sft"])[0]
+    prompts = [tokenizer.encode(prompt) for (prompt,) in load_jsonl(data / "prompts_train.jsonl", ["prompt"])] * 8
+    tokens, mask, *_ = minippo.generate(policy, prompts, 5)
+    scores = scorer(tokens, minippo.row_lengths(mask))
+    assert abs(scores.mean()) < 0.2 and 0.8 < scores.std() < 1.2
+    says = "answers of up to 5 tokens, and PPO writes up to 8; train_rm.py --max_new_tokens 8"
+    assert says in run("train_ppo.py", "--data", data, "--out", copy, *PPO, "--no_report")[1]
+    flags = [*PPO, "--no_report", "--max_new_tokens", "5"]
+    assert "answers of up to" not in run("train_ppo.py", "--data", data, "--out", copy, *flags)[1]
+
+
+def test_a_reward_model_no_better_than_chance_is_said_by_its_maker_and_by_ppo(copy, data):
+    assert "no better than chance" in run("train_rm.py", "--data", data, "--out", copy, *RM, "--lr", "0")[1]
+    for accuracy, error, warned in ((0.59, 0.05, True), (0.61, 0.05, False)):
+        model, tokenizer, facts = load_checkpoint(copy / "rm.pt", ["rm"])
+        save_checkpoint(copy / "rm.pt", "rm", model, tokenizer, **facts | {"val_accuracy": accuracy, "val_accuracy_se": error})
+        printed = run("train_ppo.py", "--data", data, "--out", copy, *PPO, "--no_report")[1]
+        assert ("no better than chance" in printed) == warned
+
+
+def test_prompts_that_leave_too_little_room_are_counted(chain, data, tmp_path):
+    own = shutil.copytree(data, tmp_path / "own")
+    tokenizer = load_checkpoint(chain / "sft.pt", ["sft"])[1]
+    texts = [" ".join(["bee"] * (i + 1)) for i in range(40)]
+    (own / "prompts_train.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
+    lengths = [len(tokenizer.encode(text)) for text in texts]
+    short = sum(32 - 8 < n < 32 for n in lengths)
+    assert short and 32 - 8 in lengths
+    printed = run("train_ppo.py", "--data", own, "--out", tmp_path / "out", *PPO, "--models", chain, "--no_report")[1]
+    assert f"warning: {short} of {sum(n < 32 for n in lengths)} prompts leave less than 8 tokens" in printed
+
+
+@pytest.mark.parametrize("scale, kl_coef, warned", [
+    (1.0, 0.1, False), (1000.0, 0.1, True), (0.001, 0.1, True), (1000.0, 0.0, False),
+])  # fmt: skip
+def test_scores_of_another_scale_than_beta_are_noticed(capsys, scale, kl_coef, warned):
+    policy = tiny_gpt()
+
+    def score(tokens, mask):
+        return scale * torch.linspace(-1, 1, len(mask))
+
+    config = PPOConfig(kl_coef=kl_coef, missing_eos_penalty=0.0)
+    watch.check_start(policy, minippo.frozen_copy(policy), score, [[1]] * 16, config, train_ppo.StageConfig(), "float32")
+    assert ("standard deviation of the first scores" in capsys.readouterr().out) == warned
+
+
+def test_a_reward_that_fails_in_the_middle_loses_no_iteration(chain, data, tmp_path, monkeypatch):
+    calls = []
+    (tmp_path / "moody.py").write_text("def score(prompts, responses):\n    return grade(prompts)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import moody
+
+    def grade(prompts):
+        calls.append(1)
+        if len(calls) == 4:  # one call before the first iteration; so this is the third
+            raise RuntimeError("the server is gone")
+        return [float(len(prompt)) for prompt in prompts]
+
+    moody.grade = grade
+    flags = ["--data", data, "--out", tmp_path / "out", *PPO, "--steps", "5", "--models", chain, "--no_report"]
+    flags += ["--reward", "moody:score"]
+    status, _, error = run("train_ppo.py", *flags)
+    assert status == 2 and "RuntimeError: the server is gone" in error and "step 2 is saved, --resume" in error
+    moody.grade = lambda prompts: [float(len(prompt)) for prompt in prompts]
+    assert run("train_ppo.py", *flags, "--resume")[0] == 0
+    assert run("train_ppo.py", *flags, "--out", tmp_path / "whole")[0] == 0
+    assert same_weights(tmp_path / "out" / "ppo.pt", tmp_path / "whole" / "ppo.pt")
+    sys.modules.pop("moody")
+
+
+@pytest.mark.parametrize("script, kind", [(train_sft, "sft"), (train_rm, "rm")])
+def test_the_model_of_the_lowest_validation_loss_is_the_one_that_is_saved(copy, data, monkeypatch, script, kind):
+    validate, losses, seen = script.validate, iter([3.0, 1.0, 2.0, 2.5]), []
+
+    def watched(model, rows, *rest):
+        facts = validate(model, rows, *rest)
+        seen.append({name: x.clone() for name, x in model.state_dict().items()})
+        return facts | {"val_loss": next(losses)}  # at 50, 75 and 80 steps, and at the end for all rows
+
+    monkeypatch.setattr(script, "validate", watched)
+    monkeypatch.setattr(settings, "lock", lambda folder: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    more = SMALL if kind == "sft" else [*CPU, "--batch_size", "16", "--answers", "32"]
+    monkeypatch.setattr(sys, "argv", ["x", "--data", str(data), "--out", str(copy), *more, "--max_steps", "80", "--lr", "0.01"])
+    script.main()
+    saved = torch.load(copy / f"{kind}.pt")
+    assert len(seen) == 4 and saved["facts"]["val_loss"] == 2.5 and not (copy / f"{kind}_best.pt").exists()
+    for name, x in saved["model"].items():
+        if name not in ("mean", "std"):
+            assert torch.equal(x, seen[1][name]) and torch.equal(x, seen[3][name])
+    assert not torch.equal(seen[1]["trunk.norm.weight"], seen[2]["trunk.norm.weight"])
+
+
 # Samples of a finished model
 
 
@@ -365,26 +535,49 @@ def test_a_sampler_without_a_standard_input_answers_the_prompts_of_the_command_l
     assert done.returncode == 0 and done.stdout.startswith(QUESTION) and done.stderr == ""
 
 
-@pytest.mark.parametrize("name, error, says", [
-    ("logprobs", 0.1, "a ratio"), ("logprobs", math.nan, "a ratio"), ("ref_logprobs", 0.1, "nats"),
+@pytest.mark.parametrize("place, error, says", [
+    ("sampler", 0.1, "a ratio"), ("sampler", math.nan, "a ratio"), ("reference", 0.1, "nats"),
 ])  # fmt: skip
-def test_a_sampler_or_a_reference_that_is_off_before_the_first_update_is_refused(name, error, says):
-    policy = tiny_gpt()
-    tokens, mask, logprobs, _ = minippo.generate(policy, [[1], [2, 3]], 4)
-    batch = {"tokens": tokens, "mask": mask, "logprobs": logprobs, "ref_logprobs": logprobs.clone()}
-    train_ppo.check_start(policy, batch, PPOConfig(), "float32")
-    batch[name] = batch[name] + error
+def test_a_sampler_or_a_reference_that_is_off_before_the_first_update_is_refused(monkeypatch, place, error, says):
+    policy, stage = tiny_gpt(), train_ppo.StageConfig()
+
+    def start(off, dtype="float32", stage=stage):
+        evaluate = watch.evaluate_actions
+
+        def sampler(*args):
+            tokens, mask, logprobs, values = minippo.generate(*args)
+            return tokens, mask, logprobs + off * (place == "sampler"), values
+
+        def scorer(model, *args, **kwargs):
+            logprobs, *rest = evaluate(model, *args, **kwargs)
+            return logprobs + off * (place == "reference" and model is ref), *rest
+
+        with monkeypatch.context() as patch:
+            patch.setattr(watch, "generate", sampler)
+            patch.setattr(watch, "evaluate_actions", scorer)
+            watch.check_start(policy, ref, score, [[1], [2, 3]] * 8, PPOConfig(), stage, dtype)
+
+    def score(tokens, mask):
+        return torch.randn(len(mask))
+
+    ref = minippo.frozen_copy(policy)
+    start(0.0)
     with pytest.raises(UserError, match=says):
-        train_ppo.check_start(policy, batch, PPOConfig(), "float32")
-    if not math.isnan(error):
-        train_ppo.check_start(policy, batch, PPOConfig(), "bfloat16")  # coarser numbers, a coarser check
+        start(error)
+    if place == "sampler" and not math.isnan(error):
+        start(0.03, "bfloat16")  # coarser numbers, a coarser check
+        with pytest.raises(UserError, match=says):
+            start(error, "bfloat16")
+    if place == "reference":  # a policy that is not the reference may be apart from it
+        for given in ("policy", "reference"):
+            start(error, stage=train_ppo.StageConfig(**{given: "x.pt"}))
 
 
 def test_a_kl_below_0_by_more_than_chance_is_called_a_bug(capsys):
     for rows, level, warned in ((32, -0.5, True), (32, 0.5, False), (4, -0.5, False), (32, -0.05, False)):
         kl = level + torch.linspace(-1, 1, rows)[:, None] / 2
         batch = {"mask": torch.ones(rows, 1, dtype=torch.bool), "logprobs": kl, "ref_logprobs": torch.zeros(rows, 1)}
-        train_ppo.look(batch, None, show=False)
+        watch.look(batch, None, show=False)
         assert ("below 0" in capsys.readouterr().out) == warned
 
 
@@ -393,7 +586,7 @@ def test_two_responses_are_shown_with_their_score_and_their_kl(capsys):
     tokens = torch.tensor([[*b"ab", *b"cd"], [*b"ab", *b"xy"], [*b"ef", *b"gh"], [*b"ef", *b"ij"]])
     mask, logprobs = torch.tensor([[False, True, True]] * 4), torch.tensor([[0.0, -1.0, -2.0]] * 4)
     batch = {"tokens": tokens, "mask": mask, "logprobs": logprobs, "ref_logprobs": 2 * logprobs}
-    train_ppo.look(batch | {"scores": torch.tensor([1.0, 2.0, 3.5, 4.0])}, tokenizer, show=True)
+    watch.look(batch | {"scores": torch.tensor([1.0, 2.0, 3.5, 4.0])}, tokenizer, show=True)
     assert capsys.readouterr().out == "    'abcd'  score 1.00  KL 3.00\n    'efgh'  score 3.50  KL 3.00\n"
 
 
@@ -412,7 +605,7 @@ def test_flags_may_stand_between_the_checkpoint_and_the_prompts(chain):
 
 @pytest.mark.parametrize("script, classes", [
     ("train_sft.py", (settings.RunConfig, minippo.GPTConfig, training.FitConfig, train_sft.InitConfig)),
-    ("train_rm.py", (settings.RunConfig, training.FitConfig)),
+    ("train_rm.py", (settings.RunConfig, training.FitConfig, train_rm.AnswerConfig)),
     ("train_ppo.py", (settings.RunConfig, PPOConfig, train_ppo.StageConfig)), ("sample.py", (sample.SampleConfig,)),
 ])  # fmt: skip
 def test_help_explains_every_flag(script, classes):
@@ -448,7 +641,7 @@ def test_a_mistake_ends_a_script_with_status_2_and_one_line():
     ("train_sft.py", ["--epochs"], ["--epochs", "-h"]),
     ("train_sft.py", ["--epochs", "many"], ["--epochs", "many"]),
     ("train_sft.py", ["--epochs", "1.5"], ["--epochs", "1.5"]),
-    ("train_sft.py", ["--epochs", "0"], ["--epochs", "0", "between 1 and"]),
+    ("train_sft.py", ["--epochs", "-1"], ["--epochs", "-1", "between 0 and"]),
     ("train_sft.py", ["--lr", "-1"], ["--lr", "-1", "between 0 and"]),
     ("train_sft.py", ["--lr", "nan"], ["--lr", "nan", "between 0 and"]),
     ("train_sft.py", ["--vocab_size", "256"], ["--vocab_size", "between 257 and"]),
@@ -516,7 +709,7 @@ def test_a_reward_model_of_another_vocabulary_is_refused(copy, data):
 
 def test_a_state_of_a_model_of_another_size_is_refused(copy, data):
     flags = [flag if flag != "16" else "8" for flag in SMALL]
-    says = ["sft_state.pt", "channels = 16", "batch_size = 16", "leave --resume out"]
+    says = ["sft_state.pt", "channels = 16", "batch_size = 16", "--overwrite"]
     assert_refused("train_sft.py", "--data", data, "--out", copy, *flags, "--resume", says=says)
 
 
@@ -524,7 +717,7 @@ def test_resuming_from_a_model_that_was_trained_anew_is_refused(copy, data):
     for kind, script, flags in (("rm", "train_ppo.py", PPO), ("sft", "train_rm.py", RM)):
         model, tokenizer, facts = load_checkpoint(copy / f"{kind}.pt", [kind])
         save_checkpoint(copy / f"{kind}.pt", kind, model, tokenizer, **facts | {"val_loss": 0.123})
-        says = [f"{kind}.pt has been made again", "leave --resume out"]
+        says = [f"{kind}.pt has been made again", "--overwrite"]
         assert_refused(script, "--data", data, "--out", copy, *flags, "--resume", says=says)
         state = copy / f"{script[6:-3]}_state.pt"
         torch.save({name: x for name, x in torch.load(state).items() if name != "made_from"}, state)  # as an older version saved it
@@ -594,21 +787,25 @@ def test_ctrl_c_saves_the_state_and_resume_ends_with_the_weights_of_an_uninterru
     assert same_weights(tmp_path / "stopped" / "sft.pt", tmp_path / "whole" / "sft.pt")
 
 
-def test_an_interrupted_ppo_run_goes_on_where_it_stopped(chain, data, tmp_path, monkeypatch):
+@pytest.mark.parametrize("more", [
+    [], ["--kl_horizon", "100", "--kl_target", "1"], ["--separate_critic", "--ref_update_every", "1"], ["--dtype", "bfloat16"],
+], ids=" ".join)  # fmt: skip
+def test_an_interrupted_ppo_run_goes_on_where_it_stopped(chain, data, tmp_path, monkeypatch, more):
     update = minippo.ppo_update
 
     def press_ctrl_c(*args):
         signal.raise_signal(signal.SIGINT)
         return update(*args)
 
-    flags = ["--data", data, "--out", tmp_path, *PPO, "--models", chain]
+    flags = ["--data", data, *PPO, "--models", chain, "--no_report", "--steps", "3", *more]
+    assert run("train_ppo.py", "--out", tmp_path / "whole", *flags)[0] == 0
     monkeypatch.setattr(minippo, "ppo_update", press_ctrl_c)
-    status, _, error = run("train_ppo.py", *flags)
+    status, _, error = run("train_ppo.py", "--out", tmp_path, *flags)
     assert status == 130 and "step 1 is saved" in error and not (tmp_path / "ppo.pt").exists()
     monkeypatch.setattr(minippo, "ppo_update", update)
-    assert run("train_ppo.py", *flags, "--resume")[0] == 0
-    assert metrics(tmp_path / "ppo.jsonl") == metrics(chain / "ppo.jsonl")
-    assert same_weights(tmp_path / "ppo.pt", chain / "ppo.pt")
+    assert run("train_ppo.py", "--out", tmp_path, *flags, "--resume")[0] == 0
+    assert metrics(tmp_path / "ppo.jsonl") == metrics(tmp_path / "whole" / "ppo.jsonl")
+    assert same_weights(tmp_path / "ppo.pt", tmp_path / "whole" / "ppo.pt")
 
 
 def test_ctrl_c_before_anything_was_trained_says_so(monkeypatch, capsys):

@@ -16,7 +16,9 @@ import torch
 import minippo
 from plumbing import text
 from plumbing.settings import UserError
-from plumbing.text import KEYS, Tokenizer, encode_rows, load_jsonl, pad, pad_completions, pieces, printable, read_rows, texts_of
+from plumbing.text import (
+    KEYS, Tokenizer, encode_rows, load_jsonl, pad, pad_completions, pieces, printable, read_rows, texts_of, waiting,
+)  # fmt: skip
 from tiny import assert_equal, marks
 
 TEXTS = ["low low low lower", "The cat sat.\n\nThe dog sat, too!", "ça là çà", "日本語 日本", "aaaa aaaaa", "won't 123 12"]
@@ -138,9 +140,9 @@ def test_rows_keep_their_order_and_values_their_spaces_and_line_ends(tmp_path):
     (b"prompt,completion\n", ["line 1", "not JSON"]),
     (GOOD_ROW.encode() + b'\n{"prompt": "a",', ["line 2", "not JSON"]),
     (b'\n\n{"prompt": "a"} {"prompt": "b"}', ["line 3", "not JSON"]),
-    (b"[" * 100_000, ["line 1", "not JSON"]),
+    (b"[" * 100_000, ["line 1", "a JSON array", "data/convert.py"]),
     (b"1" * 10_000, ["line 1"]),
-    (b'["a", "b"]', ["line 1", "list", "object"]),
+    (b'["a", "b"]', ["line 1", "list", "object", "data/convert.py"]),
     (b'"a"', ["line 1", "str", "object"]),
     (b"null", ["line 1", "object"]),
     (b'{"prompt": "a"}', ["line 1", "'completion'", "'prompt'"]),
@@ -149,7 +151,7 @@ def test_rows_keep_their_order_and_values_their_spaces_and_line_ends(tmp_path):
     (b'{"prompt": "a", "completion": null}', ["line 1", "'completion'", "string", "null"]),
     (b'{"prompt": "a", "completion": ["b"]}', ["line 1", "'completion'", '["b"]']),
     (b"[{}]", ["line 1", "list", "object"]),
-    (b"[\n" + GOOD_ROW.encode() + b"\n]", ["line 1", "not JSON", "one JSON object a line"]),
+    (b"[\n" + GOOD_ROW.encode() + b"\n]", ["line 1", "a JSON array", "data/convert.py", "one JSON object a line"]),
     (b"7", ["line 1", "int", "object"]),
     (b"true", ["line 1", "bool", "object"]),
     (b"NaN", ["line 1", "float", "object"]),
@@ -244,15 +246,33 @@ def test_prompt_and_completion_are_encoded_apart_and_the_completion_gets_its_end
 def test_rows_that_do_not_fit_are_skipped_or_cut_and_counted(capsys):
     tokenizer = Tokenizer.train([], 257)
     rows = [("", "b"), ("abcd", "e"), ("abcde", "f"), ("abc", ""), ("abc", "d"), ("abc", "de"), ("abc", "d", "de")]
+    rows += [("abc", "de", "dd")]
     encoded = encode_rows(rows, tokenizer, 5)
     a, b, c, d, e = map(ord, "abcde")
-    skipped, cut = capsys.readouterr().out.splitlines()
-    assert "2 skipped" in skipped and "3 cut" in cut  # no prompt, and one that fills the context; then "e", "de" and again "de"
+    skipped, cut, uneven = capsys.readouterr().out.splitlines()
+    assert "2 skipped" in skipped and "4 cut" in cut  # no prompt, and one that fills the context; "e", "de", again "de", and both
+    assert "1 of these pairs keep the end of one answer alone" in uneven  # "d" does, "de" does not
     assert encoded[0] == ([a, b, c, d], [e])
     assert encoded[1:3] == [([a, b, c], [tokenizer.eos]), ([a, b, c], [d, tokenizer.eos])]
-    assert encoded[3:] == [([a, b, c], [d, e]), ([a, b, c], [d, tokenizer.eos], [d, e])]
+    assert encoded[3:] == [([a, b, c], [d, e]), ([a, b, c], [d, tokenizer.eos], [d, e]), ([a, b, c], [d, e], [d, d])]
     with pytest.raises(UserError, match="--context"):
         encode_rows([("abcde", "f")], tokenizer, 5)
+
+
+def test_pairs_that_are_equal_or_become_so_by_cutting_are_skipped_and_counted(capsys):
+    tokenizer = Tokenizer.train([], 257)
+    rows = [("abc", "de", "df"), ("abc", "def", "deg"), ("abc", "d", "d"), ("abc", "d", "e")]
+    assert len(encode_rows(rows, tokenizer, 5)) == 2 and "2 skipped: the two answers are the same" in capsys.readouterr().out
+    with pytest.raises(UserError, match="no two answers differ.*--context"):
+        encode_rows(rows[1:3], tokenizer, 5)
+
+
+def test_who_waits_is_told_how_far_it_is(capsys, monkeypatch):
+    clock = iter(range(0, 1000, 3))
+    monkeypatch.setattr(text.time, "perf_counter", lambda: next(clock))
+    assert list(waiting("answers", list(range(7)), 2)) == [[0, 1], [2, 3], [4, 5], [6]]
+    assert capsys.readouterr().out.splitlines() == ["    4 of 7 answers, 4 s left", "    7 of 7 answers, 0 s left"]
+    assert list(waiting("answers", [1], 2)) == [[1]]
 
 
 def write_rows(folder, **files):

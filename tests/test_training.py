@@ -11,11 +11,14 @@ import torch
 import minippo
 import sample
 import train_ppo
+import train_rm
 import train_sft
 from minippo import GPTConfig, PPOConfig, generate
 from plumbing import fast, settings
 from plumbing.settings import LIMITS, RunConfig, explanations
-from plumbing.training import FitConfig, adamw, add_critic, batches, full_batches, join, pair_scores, rollout_in_pieces, set_lr
+from plumbing.training import (
+    FitConfig, adamw, add_critic, batches, first_model, full_batches, join, length, pair_scores, rollout_in_pieces, set_lr, some,
+)  # fmt: skip
 from tiny import assert_equal, noise, tiny_gpt, tiny_reward_model
 
 # Batches
@@ -86,43 +89,88 @@ def test_a_rollout_in_pieces_is_that_of_the_whole_batch(monkeypatch, size, sizes
         assert_equal(pieces[name], x)
 
 
+def test_what_training_will_compare_with_can_be_computed_again(monkeypatch):
+    policy, config = tiny_gpt(), PPOConfig(temperature=0.7)
+    rounded = []
+
+    def coarse(*args):
+        tokens, mask, logprobs, values = generate(*args)
+        rounded.append((logprobs, values))
+        return tokens, mask, logprobs + 0.01 * mask, values + 0.01 * mask
+
+    monkeypatch.setattr(fast, "generate", coarse)
+    for again, off in ((False, 0.01), (True, 0.0)):
+        batch = rollout_in_pieces(0, again)(policy, tiny_gpt(), lambda tokens, mask: mask.sum(1).double(), [[1], [2, 3]], config)
+        for name, exact in zip(("logprobs", "values"), rounded[-1], strict=True):
+            assert_equal(batch[name], exact + off * batch["mask"], 1e-9)
+            assert not batch[name].requires_grad
+
+
 # Optimizer and learning rate
 
 
 def test_the_optimizer_holds_every_parameter_once_and_a_separate_critic_apart():
     policy = tiny_gpt()
-    (group,) = adamw(policy, 0.1, weight_decay=0.3).param_groups
-    assert {id(p) for p in group["params"]} == {id(p) for p in policy.parameters()} and group["weight_decay"] == 0.3
     add_critic(policy, tiny_reward_model())
-    groups = adamw(policy, 0.1).param_groups
+    groups = adamw(policy, 0.1, critic_lr=0.02).param_groups
     names = {id(p): name for name, p in policy.named_parameters()}
-    actor, critic = ({names[id(p)] for p in group["params"]} for group in groups)
+    actor, critic = ({names[id(p)] for g in groups if g["network"] == name for p in g["params"]} for name in ("policy", "critic"))
     assert critic == {name for name in names.values() if name.startswith(("critic.", "value_head."))}
     assert actor == set(names.values()) - critic and sum(len(group["params"]) for group in groups) == len(names)
+    assert groups[0]["network"] == "policy"  # the one whose gradient norm and learning rate are reported
+    assert {(g["network"], g["peak"], g["lr"]) for g in groups} == {("policy", 0.1, 0.1), ("critic", 0.02, 0.1)}
+    assert {g["peak"] for g in adamw(policy, 0.1).param_groups} == {0.1}  # a critic of no learning rate of its own has the policy's
+    assert all(g["betas"] == (0.9, 0.95) and g["fused"] for g in groups)
 
 
-def test_the_learning_rate_climbs_in_the_warm_up_and_falls_to_0_after_the_last_step():
-    optimizer = adamw(tiny_gpt(), 0.0)
-    rates = [set_lr(optimizer, 0.6, step, steps=12, warmup=2) for step in range(12)]
-    assert rates[:3] == pytest.approx([0.2, 0.4, 0.6])
-    assert rates[2:] == pytest.approx([0.6 * (12 - step) / 10 for step in range(2, 12)])
-    assert optimizer.param_groups[0]["lr"] == rates[-1] == pytest.approx(0.06)  # one step further it would be 0
-    assert set_lr(optimizer, 0.6, 0, steps=1, warmup=20) == pytest.approx(0.6 / 21)  # a run shorter than its warm-up
-    assert set_lr(optimizer, 0.5, 0, steps=4, warmup=0) == 0.5
+def test_weights_decay_and_norms_and_biases_do_not():
+    policy = tiny_gpt()
+    names = {id(p): name for name, p in policy.named_parameters()}
+    groups = adamw(policy, 0.1, weight_decay=0.3).param_groups
+    decay = {names[id(p)]: group["weight_decay"] for group in groups for p in group["params"]}
+    assert decay.keys() == set(names.values())
+    for name, share in decay.items():
+        assert share == (0.0 if name.endswith("bias") or "norm" in name else 0.3)
 
 
-def test_every_group_gets_the_learning_rate():
+def test_every_group_gets_its_share_of_its_own_peak():
     policy = tiny_gpt()
     add_critic(policy, tiny_reward_model())
-    optimizer = adamw(policy, 1.0)
-    set_lr(optimizer, 0.5, 0, 4, 0)
-    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.5]
+    optimizer = adamw(policy, 1.0, critic_lr=0.2)
+    assert set_lr(optimizer, 0.5) == 0.5
+    assert {(group["network"], group["lr"]) for group in optimizer.param_groups} == {("policy", 0.5), ("critic", 0.1)}
+
+
+def test_a_run_is_as_long_as_its_epochs_or_as_its_validation_loss_wants_it():
+    assert length(FitConfig(epochs=3, batch_size=10, warmup=4), 21) == (9, 4, False)
+    assert length(FitConfig(max_steps=70, warmup=4), 21) == (70, 4, True)
+
+
+def test_the_first_model_has_the_vocabulary_of_its_rows(capsys):
+    torch.manual_seed(1)
+    model, tokenizer = first_model([("ab ab", " ab ab")] * 3, GPTConfig(1024, 16, 1, 2, 8, dropout=0.1), "")
+    assert tokenizer.encode("ab ab") == [256, 257] and model.config.vocab_size == tokenizer.vocab_size == 259
+    assert (model.config.context, model.config.layers, model.config.dropout) == (16, 1, 0.1)
+    assert "vocabulary of 259 tokens" in capsys.readouterr().out
+
+
+def test_a_first_model_that_is_a_gpt2_has_the_dropout_that_was_asked_for(monkeypatch):
+    monkeypatch.setattr("plumbing.hf.read_gpt2", lambda source, dropout: (source, dropout))
+    assert first_model([], GPTConfig(dropout=0.3), "gpt2") == ("gpt2", 0.3)
+
+
+@pytest.mark.parametrize("count, n, rest", [
+    (10, 10, [*range(10)]), (10, 5, [0, 2, 4, 6, 8]), (11, 5, [0, 3, 6, 9]), (3, 5, [0, 1, 2]),
+])  # fmt: skip
+def test_some_rows_are_spread_over_all(count, n, rest):
+    assert some(list(range(count)), n) == rest
 
 
 # Flags
 
 
-CLASSES = (RunConfig, GPTConfig, PPOConfig, FitConfig, train_sft.InitConfig, train_ppo.StageConfig, sample.SampleConfig)
+CLASSES = (RunConfig, GPTConfig, PPOConfig, FitConfig, train_sft.InitConfig, train_rm.AnswerConfig, train_ppo.StageConfig,
+           sample.SampleConfig)  # fmt: skip
 
 
 @pytest.mark.parametrize("owner", CLASSES)
@@ -142,19 +190,27 @@ def test_every_setting_is_explained_behind_it_and_every_number_has_limits_that_i
 # How the networks are computed
 
 
+@pytest.fixture
+def locks():
+    """Folders that a test has locked are free after it."""
+    yield
+    while settings.LOCKS:
+        settings.LOCKS.pop().close()
+
+
 @pytest.mark.parametrize("flags, how", [
     ({}, {"dtype": None, "recompute": False}),
     ({"dtype": "bfloat16"}, {"dtype": torch.bfloat16, "recompute": False}),
     ({"grad_checkpoint": True}, {"dtype": None, "recompute": True}),
 ], ids=str)  # fmt: skip
-def test_the_scripts_compute_fast_and_as_the_flags_say(flags, how):
-    settings.prepare(RunConfig(device="cpu", **flags))
+def test_the_scripts_compute_fast_and_as_the_flags_say(tmp_path, locks, flags, how):
+    settings.prepare(RunConfig(device="cpu", out=tmp_path, **flags))
     assert minippo.Trunk.forward is not fast.PLAIN and how == fast.HOW
 
 
-def test_the_seed_decides_all_random_numbers():
+def test_the_seed_decides_all_random_numbers(tmp_path, locks):
     draws = []
     for seed in (7, 7, 8):
-        settings.prepare(RunConfig(device="cpu", seed=seed))
+        settings.prepare(RunConfig(device="cpu", out=tmp_path / str(len(draws)), seed=seed))
         draws.append(noise(3).tolist())
     assert draws[0] == draws[1] != draws[2]
