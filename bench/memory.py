@@ -1,14 +1,18 @@
-"""What PPO needs of memory for GPT-2 small, medium, large and XL: computed, and measured for one of them.
+"""What the stages need of memory for GPT-2 small, medium, large and XL: computed, and measured for the small one.
 
-    python -m bench.memory              prints the table of the README
-    python -m bench.memory --measure    also runs three PPO iterations of a GPT-2 small with random weights on the CPU, through
-                                        the scripts, and writes both into bench/results.json (needs transformers)
+    python -m bench.memory                  prints the table of RESULTS.md
+    python -m bench.memory --measure        also runs the three scripts on a GPT-2 small with random weights on the CPU, four rows
+                                            of 128 tokens in memory at once, and writes it into bench/results.json
+    python -m bench.memory --measure_long   the same with one row of 900 tokens, and a small report (some minutes)
+
+The measurements need the package transformers.
 """
 
 import argparse
 import itertools
 import json
 import os
+import string
 import subprocess
 import sys
 import tempfile
@@ -16,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from minippo import GPT, GPTConfig, RewardModel
-from plumbing.checkpoints import load_checkpoint, save_checkpoint
+from minippo import GPT, GPTConfig
+from plumbing.checkpoints import save_checkpoint
 from plumbing.text import Tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -32,21 +36,26 @@ def parameters(layers, channels):
     return (VOCABULARY + CONTEXT + 3) * channels + 1 + layers * (12 * channels**2 + 13 * channels)
 
 
-def needed(layers, channels, rows=ROWS, grad_checkpoint=False):
-    """Bytes of each kind in a gradient step of PPO, all four models in fp32."""
-    size, tokens = 4 * parameters(layers, channels), rows * (PROMPT + NEW)
+def needed(layers, channels, rows=ROWS, prompt=PROMPT, new=NEW, stage="ppo", grad_checkpoint=False):
+    """Bytes of each kind in a gradient step of a stage ("sft", "rm" or "ppo"), all models in fp32. rows: in memory at once, of
+    `prompt` and `new` tokens; for "rm" they are pairs, whose prompts are computed once."""
+    size, answers = 4 * parameters(layers, channels), rows * (2 if stage == "rm" else 1)
+    tokens = rows * prompt + answers * new
     # What a block keeps for its backward pass, in units of C numbers a token: what the two norms read (2) and give (2), q, k and v
     # (3), what attention gives, before and after its heads are put side by side (2), the MLP before and after GELU (8).
     block = 4 * tokens * 17 * channels
     kept = layers * 4 * tokens * channels + block if grad_checkpoint else layers * block
-    return {
+    parts = {
         "policy and critic": 4 * size,  # weights, gradient, and Adam's two moments; the critic is a head
-        "reference": size,
-        "reward model": size,
-        "tied embedding": 4 * VOCABULARY * channels,  # its gradient arrives twice, from the head and from the input
+        "reference": size * (stage == "ppo"),
+        "reward model": size * (stage == "ppo"),
+        "SFT model": size * (stage == "rm"),  # beside the reward model in training, which has the first row
+        # Beside the gradient that earlier pieces have left: that of this piece from the head, that from the input, and their sum.
+        "tied embedding": 4 * VOCABULARY * channels * (1 if stage == "rm" else 3),
         "activations": kept,
-        "logits": 3 * 4 * rows * NEW * VOCABULARY,  # of the response tokens: log-softmax, its gradient, and that of the logits
+        "logits": 3 * 4 * rows * new * VOCABULARY * (stage != "rm"),  # log-softmax, its gradient, and that of the logits
     }
+    return {name: x for name, x in parts.items() if x}
 
 
 def own_memory():
@@ -66,8 +75,9 @@ def rows_of_table(base):
     return rows
 
 
-def write_folder(folder):
-    """A GPT-2 small with random weights in the Hugging Face format, and a made-up vocabulary of its size."""
+def write_folder(folder, prompt=PROMPT, new=NEW, asked=PROMPT):
+    """A GPT-2 small with random weights in the Hugging Face format, a made-up vocabulary of its size, and pairs. The prompts of the
+    report have `asked` tokens."""
     from plumbing import hf
 
     single = [bytes([b]) for b in range(256)]
@@ -79,16 +89,14 @@ def write_folder(folder):
     with torch.no_grad():
         hf.export(folder / "random.pt", folder / "gpt2")
     (folder / "random.pt").unlink()
-    text = "".join(chr(33 + i % 90) + chr(33 + i // 90) for i in range(2 * max(PROMPT, NEW)))  # one pair is one token
-    rows = [text[2 * i : 2 * i + 2 * PROMPT] for i in range(8)]
+    text = "".join(f" {string.ascii_letters[i * i % 52]}" for i in range(prompt + 4 * new))  # a word is a token
+    chosen, rejected = (text[2 * i : 2 * i + 2 * (new - 1)] for i in (prompt, prompt + new))  # the end token is one more
     for split in ("train", "val"):
-        lines = [json.dumps({"prompt": row, "chosen": row[:20], "rejected": row[20:40]}) for row in rows]
-        (folder / f"pref_{split}.jsonl").write_text("\n".join(lines))
-
-
-def write_reward_model(folder):
-    sft, tokenizer, _ = load_checkpoint(folder / "sft.pt", ["sft"])
-    save_checkpoint(folder / "rm.pt", "rm", RewardModel(sft), tokenizer)
+        rows = [{"prompt": text[2 * i : 2 * prompt], "chosen": chosen, "rejected": rejected} for i in range(8)]
+        (folder / f"pref_{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for split, length in (("train", prompt), ("val", asked)):
+        rows = [{"prompt": text[2 * i : 2 * length]} for i in range(8)]
+        (folder / f"prompts_{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
 def run_python(code):
@@ -104,32 +112,46 @@ def peak_of(script, *flags):
     return 1024 * usage.ru_maxrss
 
 
-def measure():
-    """Three PPO iterations of four responses on the CPU, by the scripts -> peak memory of train_ppo.py, in bytes."""
+def measure(rows, prompt, new, asked, *report):
+    """The three scripts on the CPU, a few steps of each with its validation -> {stage: peak memory of its process, in bytes}."""
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
-        run_python(f"write_folder(Path({str(folder)!r}))")
-        common = ["--data", folder, "--out", folder / "out", "--device", "cpu"]
-        peak_of("train_sft.py", *common, "--init", folder / "gpt2", "--batch_size", ROWS, "--lr", 1e-6)
-        run_python(f"write_reward_model(Path({str(folder / 'out')!r}))")  # train_rm.py samples 2,048 answers first: too long here
-        ppo = ["--steps", 3, "--batch_size", ROWS, "--minibatches", 1, "--max_new_tokens", NEW, "--lr", 1e-6, "--no_report"]
-        return peak_of("train_ppo.py", *common, *ppo)
+        run_python(f"write_folder(Path({str(folder)!r}), {prompt}, {new}, {asked})")
+        common = ["--data", folder, "--out", folder / "out", "--device", "cpu", "--batch_size", max(2, rows), "--lr", 1e-6]
+        fit, small = ["--max_steps", 2, "--micro_batch", rows], ["--micro_batch", rows, "--rollout_batch", max(2, rows)]
+        ppo = ["--steps", 2, "--minibatches", 1, "--max_new_tokens", new, *small, *report]
+        return {
+            "sft": peak_of("train_sft.py", *common, *fit, "--init", folder / "gpt2"),
+            "rm": peak_of("train_rm.py", *common, *fit, "--answers", 8, "--max_new_tokens", new),
+            "ppo": peak_of("train_ppo.py", *common, *ppo),
+        }
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", action="store_true")
+    parser.add_argument("--measure_long", action="store_true")
     args = parser.parse_args()
     base = own_memory()
     result = {"rows": rows_of_table(base), "base": base}
     for row in result["rows"]:
         print(f"{row['model']:<14}" + "".join(f"  {name} {x / GB:.2f}" for name, x in row.items() if name != "model"))
+    layers, _, channels = SHAPES["GPT-2"]
+    measured = {}
     if args.measure:
-        predicted, measured = result["rows"][0]["total"], measure()
-        result["measured"] = measured
-        print(f"measured {measured / GB:.2f} GB, predicted {predicted / GB:.2f} GB: {measured / predicted - 1:+.1%}")
+        measured["short"] = (ROWS, PROMPT, NEW, PROMPT, "--no_report")
+    if args.measure_long:
+        measured["long"] = (1, 884, 16, 100, "--report_prompts", 1)
+    for name, (rows, prompt, new, *rest) in measured.items():
+        peaks = measure(rows, prompt, new, *rest)
+        for stage, peak in peaks.items():
+            predicted = base + sum(needed(layers, channels, rows, prompt, new, stage).values())
+            print(f"{name} rows, {stage}: measured {peak / GB:.2f} GB, predicted {predicted / GB:.2f}: {peak / predicted - 1:+.1%}")
+            result.setdefault(f"measured_{name}", {})[stage] = {"peak": peak, "predicted": predicted}
+    if measured:
         path = ROOT / "bench" / "results.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"memory": result}, indent=1) + "\n")
+        results = json.loads(path.read_text())
+        path.write_text(json.dumps(results | {"memory": results["memory"] | result}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ ROOT = Path(__file__).parents[1]
 SETTINGS = {
     "reviews": {
         "train_sft.py": "--vocab_size 4096 --context 96 --layers 2 --channels 128 --dropout 0.2 --epochs 12 --lr 2e-3",
-        "train_rm.py": "--epochs 2 --evals 12 --weight_decay 1",
+        "train_rm.py": "--epochs 2 --weight_decay 1",
         "train_ppo.py": "--kl_coef 0.25 --steps 300",
     },
     "dialogues": {
         "train_sft.py": "--vocab_size 4096 --context 384 --layers 2 --channels 128 --dropout 0.1 --epochs 6 --lr 2e-3",
-        "train_rm.py": "--epochs 2 --evals 12 --weight_decay 1 --lr 3e-4",
+        "train_rm.py": "--epochs 2 --weight_decay 1 --lr 3e-4",
         "train_ppo.py": "--kl_coef 0.2 --steps 60 --batch_size 64 --max_new_tokens 32",
     },
 }

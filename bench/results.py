@@ -59,7 +59,7 @@ FILES = {
     "train_ppo.py": "stage 3: raise the score, stay close",
     "sample.py": "talk to a trained model",
     "plumbing/": "flags, tokenizer, data folders, checkpoints, resuming, the report, the Hugging Face bridge",
-    "data/": "the default data and its judge; two converters",
+    "data/": "the default data and its judge; converters",
     "tests/": "the specification, the proof, the known bugs",
     "bench/": "whatever makes a number or a picture of README.md and RESULTS.md",
 }
@@ -325,7 +325,7 @@ def tables(results):
     head = ["seed", "SFT above the entropy, nats/token", "RM below its ceiling", "judge, share of the way to 3", "wins against SFT",
             "KL", "end-of-text", "optimality", "on unseen prompts"]  # fmt: skip
     out["seeds"] = table(head, rows)
-    return out | ablation_tables(results) | other_tables(results) | screens(results)
+    return out | ablation_tables(results) | other_tables(results) | memory_tables(results) | screens(results)
 
 
 def screens(results):
@@ -402,12 +402,21 @@ def other_tables(results):
         rows += [[what, f"{first['value']} to {last['value']}", f"{last['times_operations']:.1f}", f"{last['times_seconds']:.1f}"]]
     out["growth"] = table(["doubled three times", "from and to", "times the operations", "times the seconds"], rows)
 
+    return out
+
+
+def memory_tables(results):
+    """What bench.memory has computed and measured."""
+    out = {}
     columns = ("parameters", "four_models", "activations", "logits", "total", "total_checkpointed")
     rows = [[x["model"], f"{x['parameters'] / 1e6:,.0f} M", *(f"{x[name] / 1e9:.1f}" for name in columns[1:])]
             for x in results["memory"]["rows"]]  # fmt: skip
     head = ["", "parameters", "the models", "activations", "logits", "in all", "in all, `--grad_checkpoint`"]
-    said = f"Measured, three iterations of {results['memory']['rows'][0]['model']} with random weights on the CPU:"
-    out["memory"] = table(head, rows) + f"\n\n{said} {results['memory']['measured'] / 1e9:.1f} GB."
+    out["memory"] = table(head, rows)
+    cases = {"short": "4 rows of 64 + 64 tokens", "long": "1 row of 884 + 16 tokens"}
+    rows = [[said, *(f"{x['peak'] / 1e9:.1f} ({x['predicted'] / 1e9:.1f})" for x in results["memory"][f"measured_{name}"].values())]
+            for name, said in cases.items()]  # fmt: skip
+    out["memory_measured"] = table(["in memory at once", "SFT", "reward model", "PPO"], rows)
     return out
 
 
