@@ -368,9 +368,9 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #     k3 = q - 1 - log q    on average the KL, and never below 0          log
 #
 # (Schulman, "Approximating KL divergence".) k3: E_pi[q] = sum ref = 1, so q - 1 adds 0 on average;
-# and x - 1 >= log x. * Of one choice, and over samples of pi, so at the first step: the gradient of
-# k2 is (log pi - log ref) grad log pi, that of the KL is sum_a grad pi (log pi - log ref), and the
-# rest of the product rule, sum_a pi grad log pi, is 0 as above. k1 fails as a loss, because
+# and x - 1 >= log x. * That is the KL of one choice, while pi is still old. The gradient of k2 is
+# (log pi - log ref) grad log pi. That of the KL is sum_a grad pi (log pi - log ref): the rest of
+# the product rule, sum_a pi grad log pi, is 0 as above. k1 fails as a loss, because
 # E[grad log pi] = 0. In the reward it is a number that multiplies grad log pi, as the score does.
 # It depends on pi, but we lose nothing by not differentiating it: E[grad(-beta * k1)] is 0 too.
 
@@ -409,8 +409,8 @@ def gae(rewards, values, mask, gamma, lam):
     lam = 1 gives the sampled return less the value: right on average, and noisy. lam = 0 gives
     delta alone: steady, and as wrong as the values are. (Below 1, the returns are estimates too,
     made of rewards and values.) gamma below 1 makes a reward count less for each token that it lies
-    ahead; for text 1 is usual. No reward follows the last action, so the
-    value of what comes after it counts as 0, also where the length limit cut the response off.
+    ahead; for text 1 is usual. No reward follows the last action, so the value of what comes after
+    it counts as 0, also where the length limit cut the response off.
     """
     check_mask(mask, rewards, values)
     rewards, values = torch.where(mask, rewards, 0.0), torch.where(mask, values, 0.0)
@@ -437,7 +437,7 @@ def whiten(x, mask):
     return torch.where(mask, whitened, 0.0)
 
 
-# The clip. For each token, PPO maximises min(ratio * A, clipped ratio * A), A whitened. Nothing
+# The clip. For each token PPO maximises min(ratio * A, clipped ratio * A). A is whitened. Nothing
 # is gained by leaving the range from 1 - eps to 1 + eps on the side that A asks for. A ratio that
 # has left on the other side, moved by other tokens (all share the weights), is pulled back. The
 # range is no wall: one step can jump past it. There are six cases. Does a token have a gradient?

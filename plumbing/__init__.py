@@ -3,8 +3,10 @@
 text         tokenizer, JSON lines, data folders, rows of token ids
 settings     flags from dataclasses, the machine, errors that a user can put right
 checkpoints  models in files
-training     optimizer, learning rate, batches, the log, stopping and going on
+training     optimizer, learning rate, batches, sampling in pieces
+progress     the steps of a run: its length, its log, its best model, stopping and going on
 fast         the same networks with less work: no padding, shared beginnings once, a cache
+watch        what train_ppo.py looks at: does the start make sense, does the KL?
 rewards      a reward model, or a function of texts, as what rollout() calls
 report       what train_ppo.py ends with
 hf           the bridge to the Hugging Face format

@@ -177,7 +177,7 @@ class Progress:
 
     def is_best(self, facts):
         """Is facts["val_loss"] the lowest so far? If the loss no longer falls, and nobody has fixed the length of the run, the
-        learning rate begins to. UserError if the loss is no number."""
+        learning rate begins to. FloatingPointError if the loss is no number."""
         loss, step, checks = facts["val_loss"], self.step + 1, self.values["checks"]
         if not math.isfinite(loss):
             raise FloatingPointError(f"step {step}: the validation loss is {loss}")
