@@ -38,6 +38,11 @@ class Packing:
         new[1:] &= (rows[1:] == rows[:-1]).cumprod(1) == 0  # from the first difference on
         number = new.flatten().cumsum(0).view(new.shape) - 1
         self.ids, self.columns = rows[new], new.nonzero()[:, 1]  # (K,) each
+        self.whole = len(self.ids) > 0.9 * B * T  # too little is saved: the tokens stay in the grid as it is
+        if self.whole:
+            self.ids, self.columns = tokens.flatten(), torch.arange(T, device=tokens.device).repeat(B)
+            self.wanted = read.flatten().nonzero().squeeze(1)
+            return
         index = (new * number).cummax(0).values[row_of]  # (B, T): which of the K stands here
         place = torch.arange(B * T, device=tokens.device).view(B, T)
         self.places = torch.full_like(self.ids, B * T)  # (K,): where each of them stands first
@@ -46,11 +51,12 @@ class Packing:
 
     def unpack(self, x):
         """(K, C) -> (B, T, C)"""
-        return x.index_select(0, self.index).view(*self.shape, -1)
+        return (x if self.whole else x.index_select(0, self.index)).view(*self.shape, -1)
 
     def pack(self, x):
         """(B, T, C) -> (K, C)"""
-        return x.flatten(0, 1).index_select(0, self.places)
+        x = x.flatten(0, 1)
+        return x if self.whole else x.index_select(0, self.places)
 
 
 def block_forward(block, x, packing, cache, last):

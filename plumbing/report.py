@@ -95,6 +95,17 @@ def optimality(J, J_sft, J_best, weights=None):
     return {"optimality": whole / most, "optimality_se": None if error is None else error / most}
 
 
+def worst_tenth(J, J_best, rows):
+    """The share of what is missing, J_best - J, that the tenth of the prompts holds where most is missing: (P, n), (P, 1), (P,).
+
+    The tenth is chosen by half of the samples and measured by the others, and the other way round: otherwise luck would choose.
+    """
+    halves = [(J_best - half)[rows].mean(1) for half in (J[:, ::2], J[:, 1::2])]
+    tenth = math.ceil(len(halves[0]) / 10)
+    held = sum(b[a.topk(tenth).indices].sum() for a, b in (halves, halves[::-1]))
+    return {"worst_tenth": (held / sum(half.sum() for half in halves)).item()}
+
+
 def wins(ours, theirs):
     """1 where ours is better, 0 where it is worse, a half where they are equal."""
     return (ours > theirs).float() + 0.5 * (ours == theirs).float()
@@ -171,13 +182,14 @@ def make_report(policy, sft, models, prompts, trained_on, run, config, stage):
     again, _ = ask(policy, few, 16)
     report = {"beta": beta, "seed": run.seed, "rm": models.facts.get("rm", {}), "best_of_n": {},
               "sft": models.facts["sft"] | means(before), "ppo": means(after)}  # fmt: skip
+    J = again["score"] - beta * again["kl"], many["score"], optimal_objective(many["score"], beta or 1.0)[:, None]
     if beta:  # at beta = 0 nothing but the reward model's reach limits the optimum
-        J = again["score"] - beta * again["kl"], many["score"], optimal_objective(many["score"], beta)[:, None]
         report["ppo"] |= optimality(*J, weights)
-    new, few_new = unseen(prompts, seen), unseen(few, seen)
-    if 1 < sum(new) < len(new):
-        report["ppo_unseen"] = {"prompts": sum(new)} | means({name: x[new] for name, x in after.items()})
-        report["ppo_unseen"] |= optimality(*(x[few_new] for x in J)) if beta else {}
+    new, few_new = torch.tensor(unseen(prompts, seen)), torch.tensor(unseen(few, seen))
+    for kind, rows, few_rows in (("ppo_seen", ~new, ~few_new), ("ppo_unseen", new, few_new)):
+        if 1 < int(new.sum()) < len(new) - 1:  # else there is but one kind
+            report[kind] = {"prompts": int(rows.sum())} | means({name: x[rows] for name, x in after.items()})
+            report[kind] |= optimality(*(x[few_rows] for x in J)) | worst_tenth(J[0], J[2], few_rows) if beta else {}
     for n in (4, 16, 64):
         best = {name: best_of_n(many["score"], many[name], n) for name in ("judge", "score") if name in many}
         report["best_of_n"][str(n)] = means(best, weights) | {"kl": math.log(n) - (n - 1) / n}
@@ -267,6 +279,10 @@ def print_limits(report):
         print(f"optimality {number(ppo, 'optimality', 3)}: how much of the way PPO has come from SFT")
         print(f"    to the largest score - {report['beta']:g} KL that any policy can have")
     if "ppo_unseen" in report:
-        unseen = report["ppo_unseen"]
+        seen, unseen = report["ppo_seen"], report["ppo_unseen"]
         print(f"    {unseen['prompts']} of the prompts are unseen: PPO was not trained on them", end="")
-        print(f"; optimality there {number(unseen, 'optimality', 3)}" if "optimality" in unseen else "")
+        if "optimality" in unseen:
+            print(f"; optimality there {number(unseen, 'optimality', 3)},")
+            print(f"    {number(seen, 'optimality', 3)} on those that it was trained on. The tenth of the prompts with the largest gap")
+            print(f"    to the best holds {unseen['worst_tenth']:.0%} and {seen['worst_tenth']:.0%} of all that is missing", end="")
+        print()

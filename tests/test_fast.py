@@ -69,6 +69,20 @@ def test_every_different_beginning_is_computed_once_and_laid_out_wherever_it_sta
     assert_equal(packing.pack(grid[..., None])[:, 0], torch.arange(len(beginnings)).double())
 
 
+@pytest.mark.parametrize("shared, whole", [(1, True), (2, False), (4, False)])
+def test_where_less_than_a_tenth_would_be_saved_the_tokens_stay_where_they_are(shared, whole):
+    tokens = torch.arange(20).view(2, 10)
+    tokens[1, :shared] = tokens[0, :shared]
+    packing = Packing(tokens, torch.ones(2, 10, dtype=torch.bool))
+    assert len(packing.ids) == (20 if whole else 20 - shared)
+    if whole:
+        assert_equal(packing.ids, tokens.flatten())
+        assert packing.columns.tolist() == [*range(10), *range(10)]
+        grid = noise(2, 10, 3)
+        assert_equal(packing.pack(grid), grid.flatten(0, 1), 0)
+        assert_equal(packing.unpack(packing.pack(grid)), grid, 0)
+
+
 def test_nothing_is_computed_behind_the_last_token_that_is_read():
     tokens = torch.tensor([[1, 2, 3, 4], [1, 5, 6, 7], [8, 9, 9, 9]])
     read = torch.tensor([[False, True, False, False], [False, True, True, False], [False] * 4])

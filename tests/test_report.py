@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from minippo import PPOConfig, evaluate_actions, frozen_copy, generate, row_lengths
+from plumbing import report
 from plumbing.report import best_of_n, estimate, means, number, optimal_objective, optimality, respond, spread_out, unseen, wins
 from plumbing.text import Tokenizer
 from tiny import EOS, assert_equal, f64, noise, tiny_gpt
@@ -86,6 +87,22 @@ def test_where_all_prompts_are_seen_or_none_are_they_weigh_the_same():
     for seen in (set(), {(i,) for i in range(9)}):
         chosen, weights = spread_out(prompts, seen, 4)
         assert len(chosen) == 4 and len(set(weights.tolist())) == 1
+
+
+def test_the_worst_tenth_is_chosen_by_one_half_of_the_samples_and_measured_by_the_other():
+    # 11 prompts, so that a tenth is two of them, rounded up; two samples each. What is missing, by the first samples and by the
+    # second: prompts 0 and 1 miss most by the first, 1 and 2 by the second. Prompt 11 is not asked for.
+    missing = torch.ones(12, 2, dtype=torch.float64)
+    missing[0], missing[1], missing[2], missing[11] = f64([[9, 2], [8, 7], [3, 6], [99, 99]])
+    rows = torch.arange(12) < 11
+    held = (2 + 7) + (8 + 3)  # prompts 0 and 1 by the second samples, 1 and 2 by the first
+    got = report.worst_tenth(5 - missing, f64([[5.0]] * 12), rows)
+    assert got == {"worst_tenth": pytest.approx(held / missing[rows].sum().item())}
+
+
+def test_where_all_prompts_miss_the_same_the_worst_tenth_holds_a_tenth():
+    got = report.worst_tenth(torch.zeros(20, 8), torch.ones(20, 1), torch.ones(20, dtype=torch.bool))
+    assert got == {"worst_tenth": pytest.approx(0.1)}
 
 
 def test_a_tie_is_half_a_win():
