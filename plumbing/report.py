@@ -283,6 +283,6 @@ def print_limits(report):
         print(f"    {unseen['prompts']} of the prompts are unseen: PPO was not trained on them", end="")
         if "optimality" in unseen:
             print(f"; optimality there {number(unseen, 'optimality', 3)},")
-            print(f"    {number(seen, 'optimality', 3)} on those that it was trained on. The tenth of the prompts with the largest gap")
-            print(f"    to the best holds {unseen['worst_tenth']:.0%} and {seen['worst_tenth']:.0%} of all that is missing", end="")
+            print(f"    {number(seen, 'optimality', 3)} on those that it was trained on. The tenth of the prompts with the largest")
+            print(f"    gap to the best holds {unseen['worst_tenth']:.0%} and {seen['worst_tenth']:.0%} of all that is missing", end="")
         print()
