@@ -284,5 +284,5 @@ def print_limits(report):
         if "optimality" in unseen:
             print(f"; optimality there {number(unseen, 'optimality', 3)},")
             print(f"    {number(seen, 'optimality', 3)} on those that it was trained on. The tenth of the prompts with the largest")
-            print(f"    gap to the best holds {unseen['worst_tenth']:.0%} and {seen['worst_tenth']:.0%} of all that is missing", end="")
+            print(f"    gap to the best holds {unseen['worst_tenth']:.0%} and {seen['worst_tenth']:.0%} of all gaps", end="")
         print()
