@@ -3,6 +3,7 @@
     python -m bench.speed              all of it, a few minutes; writes bench/results.json
     python -m bench.speed small        one workload: small, medium, or default (the models of `make run`, in out/)
     python -m bench.speed small --profile    where the time of an iteration goes
+    python -m bench.speed --nanogpt FOLDER   a plain training step beside that of nanoGPT, of which FOLDER is a clone
 
 An iteration is minippo.ppo_iteration(), computed as the scripts compute it. Two floors stand beside it, for the same matrix
 products, counted by hand: each product by itself, at its own shape; and all of them at the rate of one large product.
@@ -11,6 +12,7 @@ products, counted by hand: each product by itself, at its own shape; and all of 
 import argparse
 import dataclasses
 import functools
+import importlib.util
 import json
 import resource
 import statistics
@@ -21,7 +23,8 @@ from pathlib import Path
 import torch
 
 import minippo
-from minippo import GPT, GPTConfig, PPOConfig, RewardModel, frozen_copy, ppo_iteration, ppo_update, row_lengths
+from minippo import GPT, GPTConfig, PPOConfig, RewardModel, evaluate_actions, frozen_copy, gradient_step
+from minippo import ppo_iteration, ppo_update, row_lengths
 from plumbing.checkpoints import load_checkpoint
 from plumbing.fast import generate
 from plumbing.settings import RunConfig, UserError, prepare, run_script
@@ -224,6 +227,42 @@ def growth():
     return out
 
 
+def beside_nanogpt(folder, rounds=9):
+    """A training step on full rows of random tokens, ours and nanoGPT's: {workload: median seconds of both, their ratio}."""
+    spec = importlib.util.spec_from_file_location("nanogpt", Path(folder) / "model.py")
+    spec.loader.exec_module(nanogpt := importlib.util.module_from_spec(spec))
+    out = {}
+    for name, size in (("small", SMALL), ("medium", MEDIUM)):
+        torch.manual_seed(0)
+        V, T, B = size["vocab_size"], size["prompt"][1] + size["new"], size["batch"]
+        shape = {"n_layer": size["layers"], "n_head": size["heads"], "n_embd": size["channels"], "dropout": 0.0, "bias": True}
+        theirs = nanogpt.GPT(nanogpt.GPTConfig(block_size=T, vocab_size=V, **shape))
+        ours = GPT(GPTConfig(V, T + 1, size["layers"], size["heads"], size["channels"])).train()
+        optimizers = [torch.optim.AdamW(theirs.parameters(), 1e-6, betas=(0.9, 0.95), fused=True), adamw(ours, 1e-6)]
+        tokens, mask = torch.randint(V, (B, T + 1)), torch.ones(B, T, dtype=torch.bool)
+        states, actions = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+        def step_of_theirs(model=theirs, optimizer=optimizers[0], states=states, actions=actions):
+            loss = model(states, actions)[1]
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            return loss.item()
+
+        def step_of_ours(model=ours, optimizer=optimizers[1], tokens=tokens, mask=mask):
+            loss = -evaluate_actions(model, tokens, mask, with_entropy=False)[0].mean()
+            optimizer.zero_grad()
+            loss.backward()
+            gradient_step(optimizer, 1.0)
+            return loss.item()
+
+        times = [[seconds_of(step, 1) for step in (step_of_theirs, step_of_ours)] for _ in range(rounds)]
+        medians = [statistics.median(x) for x in zip(*times)]
+        out[name] = {"nanogpt": medians[0], "minippo": medians[1], "ratio": statistics.median(b / a for a, b in times)}
+    return out
+
+
 def peak_memory():
     """Peak resident memory in MB after 3 and after 30 iterations of "small" in this process."""
     work, out = Workload("small"), {}
@@ -238,8 +277,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", nargs="?", choices=["small", "medium", "default"])
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--nanogpt", metavar="FOLDER", help="a clone of nanoGPT")
     args = parser.parse_args()
     prepare(RunConfig(device="cpu"))
+    if args.nanogpt:
+        result = beside_nanogpt(args.nanogpt)
+        for name, x in result.items():
+            print(f"{name:>8}: nanoGPT {x['nanogpt']:.3f} s, minippo {x['minippo']:.3f} s a step; ratio {x['ratio']:.3f}")
+        return keep({"beside_nanogpt": result})
     if args.profile:
         work = Workload(args.workload or "small")
         work.iteration()
@@ -262,8 +307,13 @@ def main():
         print(f"{what:>10}: " + ", ".join(f"{row['value']}: {row['seconds']:.3f} s" for row in rows))
         print(f"{'':>12}" + ", ".join(f"{row['times_seconds']:.1f} x for {row['times_operations']:.1f} x the work" for row in rows))
     print("peak memory, MB:", {f"{n} iterations": round(mb) for n, mb in result["peak_memory"].items()})
+    return keep({"speed": result})
+
+
+def keep(result):
+    """Write it into bench/results.json."""
     path = ROOT / "bench" / "results.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"speed": result}, indent=1) + "\n")
+    path.write_text(json.dumps(json.loads(path.read_text()) | result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from plumbing.fast import generate
 from plumbing.settings import UserError
 from plumbing.text import texts_of
 
+ASTRAY = (20.0, 10.0)  # a response whose KL exceeds the first, in nats, plus so many times that of the median response
 SPREAD = (0.02, 20.0)  # of the scores at the start; beyond these the default beta means something else
 
 
@@ -52,11 +53,20 @@ def check_start(policy, ref, score, prompts, config, stage, dtype):
 
 
 def look(batch, tokenizer, show):
-    """Warn if the KL is below 0, which a true KL cannot be; show two responses if asked to."""
+    """Warn if the KL is below 0, which a true KL cannot be, and of responses that went astray; show two responses if asked to.
+
+    Astray: after a beginning that the policy hardly ever writes, nothing keeps it near the reference. If such a beginning is drawn
+    all the same, what follows is no language, and often does not end. (See "An accident worth knowing" in RESULTS.md.)
+    """
     kl, _ = kl_per_response(batch["logprobs"], batch["ref_logprobs"], batch["mask"])
     mean, error = kl.mean().item(), kl.std(correction=0).item() / math.sqrt(len(kl))
     if len(kl) >= 16 and mean < -4 * error - 1e-4:  # the error of a few is not to be relied on
         print(f"warning: KL {mean:.3f} ± {error:.3f} is below 0: sampling and scoring disagree")
+    astray = kl > ASTRAY[0] + ASTRAY[1] * kl.median()
+    if astray.any():
+        worst = [int(kl.argmax())]
+        _, (text,) = texts_of(tokenizer, batch["tokens"][worst], batch["mask"][worst])
+        print(f"warning: {int(astray.sum())} of {len(kl)} responses went astray. KL {kl.max():.0f}: {text[:80]!r}")
     if show:
         two = [0, len(kl) // 2]
         for i, *texts in zip(two, *texts_of(tokenizer, batch["tokens"][two], batch["mask"][two])):

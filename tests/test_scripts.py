@@ -581,6 +581,18 @@ def test_a_kl_below_0_by_more_than_chance_is_called_a_bug(capsys):
         assert ("below 0" in capsys.readouterr().out) == warned
 
 
+@pytest.mark.parametrize("largest, warned", [(49.0, False), (51.0, True)])
+def test_responses_that_went_astray_are_named(largest, warned, capsys):
+    # The median is 3 nats, so that 20 + 10 x 3 nats are the limit.
+    tokens = torch.tensor([[*b"abcd"], [*b"abxy"], [*b"ef!?"]])
+    mask = torch.tensor([[False, True, True]] * 3)
+    logprobs = torch.tensor([[9.0, 1.0, 2.0], [9.0, 1.0, 1.0], [9.0, 1.0, largest - 1]])
+    batch = {"tokens": tokens, "mask": mask, "logprobs": logprobs, "ref_logprobs": torch.zeros(3, 3)}
+    watch.look(batch, Tokenizer.train([], 257), show=False)
+    said = "warning: 1 of 3 responses went astray. KL 51: '!?'\n"
+    assert capsys.readouterr().out == (said if warned else "")
+
+
 def test_two_responses_are_shown_with_their_score_and_their_kl(capsys):
     tokenizer = Tokenizer.train([], 257)
     tokens = torch.tensor([[*b"ab", *b"cd"], [*b"ab", *b"xy"], [*b"ef", *b"gh"], [*b"ef", *b"ij"]])
