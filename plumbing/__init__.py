@@ -9,5 +9,6 @@ fast         the same networks with less work: no padding, shared beginnings onc
 watch        what train_ppo.py looks at: does the start make sense, does the KL?
 rewards      a reward model, or a function of texts, as what rollout() calls
 report       what train_ppo.py ends with
+tracing      what sample.py --trace shows of each token
 hf           the bridge to the Hugging Face format
 """
