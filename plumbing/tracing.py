@@ -1,7 +1,7 @@
 """What sample.py --trace shows: the numbers of each token of a response, as one iteration of PPO would compute them.
 
-Settings that are no flag of sample.py are the defaults of train_ppo.py. There is no old policy here, and no ratio: these exist only
-while an update goes on. The policy that samples is the old one, and the ratio is 1.
+Settings that are no flag of sample.py are the defaults of train_ppo.py. "log old" and the ratio are not among the columns: they
+differ from log pi and from 1 during an update alone, and nothing is trained here.
 """
 
 import contextlib

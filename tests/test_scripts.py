@@ -606,7 +606,8 @@ def test_flags_may_stand_between_the_checkpoint_and_the_prompts(chain):
 @pytest.mark.parametrize("script, classes", [
     ("train_sft.py", (settings.RunConfig, minippo.GPTConfig, training.FitConfig, train_sft.InitConfig)),
     ("train_rm.py", (settings.RunConfig, training.FitConfig, train_rm.AnswerConfig)),
-    ("train_ppo.py", (settings.RunConfig, PPOConfig, train_ppo.StageConfig)), ("sample.py", (sample.SampleConfig, tracing.TraceConfig)),
+    ("train_ppo.py", (settings.RunConfig, PPOConfig, train_ppo.StageConfig)),
+    ("sample.py", (sample.SampleConfig, tracing.TraceConfig)),
 ])  # fmt: skip
 def test_help_explains_every_flag(script, classes):
     status, printed, _ = run(script, "-h")
