@@ -242,3 +242,9 @@ def waiting(what, rows, size):
         if now - shown > 4:
             print(f"    {done:,} of {len(rows):,} {what}, {(now - start) / done * (len(rows) - done):.0f} s left", flush=True)
             shown = now
+
+
+def each(what, rows, size=1000):
+    """The same row by row; after `size` rows it looks at the clock."""
+    for piece in waiting(what, rows, size):
+        yield from piece
