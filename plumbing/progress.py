@@ -13,6 +13,7 @@ import torch
 from plumbing.board import Board
 from plumbing.checkpoints import read_file, write_file
 from plumbing.settings import AT_ERROR, UserError
+from plumbing.text import waiting
 
 # Settings that --resume may change: the gradients stay the same. (In pieces of another size, samples are drawn in another order.)
 FREE = ("models", "no_report", "report_prompts", "micro_batch", "rollout_batch")
@@ -23,8 +24,13 @@ SECONDS = 30  # between two saves of the state, if it is saved quickly
 
 
 def fingerprint(*data):
-    """A number that changes with the data."""
-    return zlib.crc32(repr(data).encode(errors="replace"))
+    """A number that changes with the data, which comes in several lists."""
+    number = 0
+    for rows in data:
+        number = zlib.crc32(b"%d rows" % len(rows), number)
+        for piece in waiting("rows compared with those of an interrupted run", rows, 10_000):
+            number = zlib.crc32(repr(piece).encode(errors="replace"), number)
+    return number
 
 
 def random_state():
