@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 
 import pytest
 import torch
@@ -90,16 +91,19 @@ def test_a_run_from_the_beginning_hides_the_one_before(tmp_path):
     assert "val_loss" not in shown(tmp_path)
 
 
-def test_the_time_that_a_run_has_lost_is_not_shown(tmp_path):
-    progress = train(tmp_path, until=2, tensorboard=True)
-    progress.values["seconds"] += 1000.0  # as if these steps had taken so long
-    progress.began -= 1000.0
-    for _ in progress.remaining(range(3)):
-        progress.end_step(10, [], loss=3.0)
-    progress.save()
+def test_the_newest_step_was_made_just_now_and_the_time_that_a_run_has_lost_is_not_shown(tmp_path):
+    train(tmp_path, until=3, tensorboard=True, save_every=1)
+    assert shown(tmp_path)["loss"][-1][2] == pytest.approx(time.time(), abs=0.5)
+    log = [json.loads(line) for line in (tmp_path / "sft.jsonl").read_text().splitlines()]
+    for row, seconds in zip(log, (10.0, 20.0, 500.0), strict=True):
+        row["seconds"] = seconds  # as if the steps had taken so long
+    (tmp_path / "sft.jsonl").write_text("".join(json.dumps(row) + "\n" for row in log))
+    state = torch.load(tmp_path / "sft_state.pt")
+    state["values"]["seconds"] = 500.0
+    torch.save(state, tmp_path / "sft_state.pt")
     train(tmp_path, until=5, tensorboard=True, resume=True)
-    times = [time for *_, time in shown(tmp_path)["loss"]]
-    assert 999 < times[2] - times[1] < 1001 and times[4] - times[2] < 60
+    times = [at - time.time() for *_, at in shown(tmp_path)["loss"]]
+    assert times == pytest.approx([-490, -480, 0, 0, 0], abs=0.5)
 
 
 def test_without_the_package_no_script_begins(tmp_path, monkeypatch):
