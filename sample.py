@@ -1,9 +1,12 @@
 """Talk to a trained model.
 
     python sample.py out/ppo.pt "What does a bee eat?" ["Another prompt" ...]
+    python sample.py out/ppo.pt "What does a bee eat?" --trace
 
 Without a prompt, each line of the standard input is one; with --whole, all of it is one. In place
-of out/ppo.pt, the folder of a GPT-2 in the Hugging Face format will do.
+of out/ppo.pt, the folder of a GPT-2 in the Hugging Face format will do. --trace shows the numbers
+of each token, as PPO would compute them; the header of minippo.py explains them. (Whitened is over
+one response. There is no ratio: it exists in updates alone.)
 """
 
 import functools
@@ -19,6 +22,7 @@ from plumbing.fast import generate
 from plumbing.hf import read_gpt2
 from plumbing.settings import UserError, read_flags, run_script
 from plumbing.text import printable
+from plumbing.tracing import TraceConfig, load_traced, print_trace, trace_of
 
 
 @dataclass
@@ -38,9 +42,11 @@ def draw_top_k(logits, top_k):
 
 
 def main():
-    config, (path, *texts) = read_flags(__doc__, SampleConfig(), positional="CHECKPOINT PROMPT")
+    flags = SampleConfig(), TraceConfig()
+    config, tracing, (path, *texts) = read_flags(__doc__, *flags, positional="CHECKPOINT PROMPT")
     read = read_gpt2 if Path(path).is_dir() else lambda path: load_checkpoint(path, ("ppo", "sft"))
-    policy, tokenizer, *_ = read(path)
+    models = load_traced(path, tracing) if tracing.trace else None
+    policy, tokenizer, *_ = (models.policy, models.tokenizer) if models else read(path)
     torch.manual_seed(config.seed)
     draw = functools.partial(draw_top_k, top_k=config.top_k) if config.top_k else minippo.draw
     lines = (line.rstrip("\r\n") for line in sys.stdin or ())  # None: closed
@@ -49,10 +55,13 @@ def main():
         if not 0 < len(prompt) <= most:
             raise UserError(f"the prompt {text[:40]!r} has {len(prompt)} tokens, not 1 to {most}")
         rows, settings = [prompt] * config.n, (config.max_new_tokens, config.temperature, draw)
-        tokens, mask, *_ = generate(policy, rows, *settings)
+        sampled = tokens, mask, *_ = generate(policy, rows, *settings)
+        trace = trace_of(sampled, models, config.temperature, tracing.kl_coef) if models else None
         print(printable(text))
-        for ids, response in zip(tokens[:, 1:], mask):
+        for row, (ids, response) in enumerate(zip(tokens[:, 1:], mask)):
             print(" ", printable(tokenizer.decode(ids[response].tolist()).strip()), flush=True)
+            if models:
+                print_trace(trace, row, tokenizer, tracing.kl_coef)
 
 
 if __name__ == "__main__":

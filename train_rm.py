@@ -18,7 +18,7 @@ from plumbing.checkpoints import load_checkpoint, save_checkpoint
 from plumbing.fast import generate
 from plumbing.progress import Progress
 from plumbing.settings import RunConfig, prepare, read_flags, run_script
-from plumbing.text import pieces, read_ids, waiting
+from plumbing.text import each, pieces, read_ids, waiting
 from plumbing.training import FitConfig, adamw, batches, length, pair_scores, set_lr, some
 
 
@@ -77,7 +77,8 @@ def load(run):
 def validate(model, rows, device, size):
     """Mean loss and accuracy over the rows, and the standard error of the latter."""
     model.eval()
-    scores = [torch.stack(pair_scores(model, part, device)) for part in pieces(rows, size or 64)]
+    parts = each("pieces of the validation pairs", pieces(rows, size or 64), 1)
+    scores = [torch.stack(pair_scores(model, part, device)) for part in parts]
     model.train()
     loss, stats = reward_model_loss(*torch.cat(scores, 1))
     error = (stats["accuracy"] * (1 - stats["accuracy"]) / len(rows)) ** 0.5

@@ -16,7 +16,7 @@ from minippo import GPTConfig, evaluate_actions, gradient_step
 from plumbing.checkpoints import save_checkpoint
 from plumbing.progress import Progress
 from plumbing.settings import RunConfig, prepare, read_flags, run_script
-from plumbing.text import encode_rows, pad_completions, pieces, read_ids, read_rows
+from plumbing.text import each, encode_rows, pad_completions, pieces, read_ids, read_rows
 from plumbing.training import FitConfig, adamw, batches, first_model, length, set_lr, some
 
 
@@ -61,7 +61,7 @@ def load(run, shape, init):
         from data.zoo import write_data
 
         print(f"{run.data} is not there yet: making the default data")
-        write_data(run.data, seed=0)
+        write_data(run.data, seed=0, each=each)
     rows = read_rows(run.data, "sft", "train")
     model, tokenizer = first_model(rows, shape, init)
     rows = encode_rows(rows, tokenizer, model.config.context)
@@ -76,7 +76,7 @@ def validate(model, rows, device, size):
     """The mean loss over all tokens of the rows, `size` at once, and its standard error."""
     model.eval()
     nats, counts = [], []
-    for piece in pieces(rows, size or 64):
+    for piece in each("pieces of the validation rows", pieces(rows, size or 64), 1):
         tokens, mask = pad_completions(piece, device)
         logprobs, _, _ = evaluate_actions(model, tokens, mask, with_entropy=False)
         nats.append(-logprobs.sum(1))

@@ -325,7 +325,8 @@ def tables(results):
     head = ["seed", "SFT above the entropy, nats/token", "RM below its ceiling", "judge, share of the way to 3", "wins against SFT",
             "KL", "end-of-text", "optimality", "on unseen prompts"]  # fmt: skip
     out["seeds"] = table(head, rows)
-    return out | ablation_tables(results) | other_tables(results) | memory_tables(results) | screens(results)
+    more = (passes_table, ablation_tables, other_tables, memory_tables, screens)
+    return out | {name: text for make in more for name, text in make(results).items()}
 
 
 def screens(results):
@@ -418,6 +419,15 @@ def memory_tables(results):
             for name, said in cases.items()]  # fmt: skip
     out["memory_measured"] = table(["in memory at once", "SFT", "reward model", "PPO"], rows)
     return out
+
+
+def passes_table(results):
+    """What bench.drawings has read in the log of a run of several passes: medians, and the quartiles in brackets."""
+    metrics, rows = {"clip_frac": 3, "approx_kl": 4, "ratio_max": 2}, []
+    for i in range(len(results["passes"]["clip_frac"])):
+        cells = [[f"{x:.{digits}f}" for x in results["passes"][name][i]] for name, digits in metrics.items()]
+        rows += [[str(i + 1), *(f"{middle} ({low} to {high})" for low, middle, high in cells)]]
+    return {"passes": table(["pass", "clip fraction", "approx_kl, nats per token", "ratio_max"], rows)}
 
 
 def splice(document, name, text):

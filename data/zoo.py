@@ -296,15 +296,19 @@ def preference(rng, prompts):
     return {"prompt": prompt, "chosen": a, "rejected": b}
 
 
-def make_rows(seed):
-    """seed -> {name of the file: list of rows}."""
+def silent(what, rows):
+    return rows
+
+
+def make_rows(seed, each=silent):
+    """seed -> {name of the file: list of rows}. each(what, rows) yields the rows, and may say how many are done."""
     rng = random.Random(seed)
     prompts = dict(zip(("train", "val"), split_prompts(rng)))
     rows = {f"prompts_{split}": [{"prompt": prompt} for prompt in prompts[split]] for split in prompts}
     for name, n in ROWS.items():
         task, split = name.split("_")
         make = demonstration if task == "sft" else preference
-        rows[name] = [make(rng, prompts[split]) for _ in range(n)]
+        rows[name] = [make(rng, prompts[split]) for _ in each(f"rows of {name} made", range(n))]
     return rows
 
 
@@ -335,7 +339,7 @@ def ceilings(rows, seed):
     }
 
 
-def write_data(folder, seed=0):
+def write_data(folder, seed=0, each=silent):
     """Write the six .jsonl files and ceilings.json into `folder`; -> (rows, ceilings). They are completed in a temporary folder
     beside it first, so that an interrupted run leaves nothing half-written. Raises OSError where that is not possible."""
     folder = Path(folder)
@@ -345,7 +349,7 @@ def write_data(folder, seed=0):
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
         staged = Path(temporary) / "data"  # one level down: the temporary folder itself is private to this user
         staged.mkdir()
-        rows = make_rows(seed)
+        rows = make_rows(seed, each)
         for name in rows:
             lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows[name])
             (staged / f"{name}.jsonl").write_bytes(lines.encode())

@@ -9,5 +9,8 @@ fast         the same networks with less work: no padding, shared beginnings onc
 watch        what train_ppo.py looks at: does the start make sense, does the KL?
 rewards      a reward model, or a function of texts, as what rollout() calls
 report       what train_ppo.py ends with
+tracing      what sample.py --trace shows of each token
+plot         the curves of runs as a picture
+board        the same for TensorBoard
 hf           the bridge to the Hugging Face format
 """

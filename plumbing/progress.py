@@ -10,8 +10,10 @@ import zlib
 
 import torch
 
+from plumbing.board import Board
 from plumbing.checkpoints import read_file, write_file
 from plumbing.settings import AT_ERROR, UserError
+from plumbing.text import waiting
 
 # Settings that --resume may change: the gradients stay the same. (In pieces of another size, samples are drawn in another order.)
 FREE = ("models", "no_report", "report_prompts", "micro_batch", "rollout_batch")
@@ -22,8 +24,13 @@ SECONDS = 30  # between two saves of the state, if it is saved quickly
 
 
 def fingerprint(*data):
-    """A number that changes with the data."""
-    return zlib.crc32(repr(data).encode(errors="replace"))
+    """A number that changes with the data, which comes in several lists."""
+    number = 0
+    for rows in data:
+        number = zlib.crc32(b"%d rows" % len(rows), number)
+        for piece in waiting("rows compared with those of an interrupted run", rows, 10_000):
+            number = zlib.crc32(repr(piece).encode(errors="replace"), number)
+    return number
 
 
 def random_state():
@@ -77,7 +84,7 @@ class Progress:
             self.load()
         else:
             self.check_that_nothing_is_lost()
-        self.log, self.asked, self.random, self.changed, self.on_disk = None, [], random_state(), False, self.step
+        self.log, self.board, self.asked, self.random, self.changed, self.on_disk = None, None, [], random_state(), False, self.step
         if "optimizer" in parts:
             parts["optimizer"].register_step_post_hook(self.note_change)
         if self.step < self.steps:
@@ -116,6 +123,8 @@ class Progress:
             print(f"{self.log_path} holds {len(lines)} of {self.on_disk} steps")
         self.log_path.write_text("".join(lines))
         self.log = open(self.log_path, "a")
+        if self.run.tensorboard:
+            self.board = Board(self.run.out / "tensorboard" / self.kind, lines)
         if not self.on_disk:
             self.state_path.unlink(missing_ok=True)  # it must not be mistaken for this run's
 
@@ -217,6 +226,8 @@ class Progress:
         record = {"step": step, **metrics, "tokens_per_second": round(speed), "seconds": round(seconds, 2)}
         self.log.write(json.dumps(record) + "\n")
         self.log.flush()
+        if self.board:
+            self.board.add(record)
         if time.perf_counter() - self.shown > 4 or "val_loss" in metrics or step == self.steps:
             self.shown = time.perf_counter()
             numbers = "  ".join(f"{name} {metrics[name]:.3g}" for name in show if name in metrics)

@@ -16,7 +16,7 @@ import torch
 
 from minippo import evaluate_actions, score_responses
 from plumbing.fast import generate
-from plumbing.text import encode_rows, load_jsonl, pad_completions, printable, waiting
+from plumbing.text import each, encode_rows, load_jsonl, pad_completions, printable, waiting
 from plumbing.training import pair_scores
 
 PROMPTS = 1024, 128  # validation prompts used at most, with a judge and without; --report_prompts says otherwise
@@ -62,7 +62,8 @@ def respond(policy, ref, score, prompts, n, tokenizer, config, size=0, judge=Non
         texts += [tokenizer.decode(ids[response].tolist()) for ids, response in zip(tokens[:, 1:], mask)]
     measured = dict(zip(("score", "ended", "kl", "length"), torch.cat(parts, 1).view(4, len(prompts), n)))
     if judge:
-        grades = [judge(tokenizer.decode(row), text) for row, text in zip(rows, texts)]
+        answers = each("responses graded", list(zip(rows, texts)))
+        grades = [judge(tokenizer.decode(row), text) for row, text in answers]
         measured["judge"] = torch.tensor(grades).view(len(prompts), n)
     return measured, texts
 
@@ -138,7 +139,7 @@ def above_entropy(sft, tokenizer, run, crowd):
     truth = [-math.log(crowd(prompt)[completion]) for prompt, completion in rows]
     order = sorted(range(len(rows)), key=lambda i: sum(map(len, encoded[i])))  # pieces of similar length
     excess = []
-    for numbers in torch.tensor(order).split(64):
+    for numbers in waiting("demonstrations compared with their entropy", torch.tensor(order), 64):
         tokens, mask = pad_completions([encoded[i] for i in numbers], run.device)
         logprobs, _, _ = evaluate_actions(sft, tokens, mask, with_entropy=False)
         excess.append(-logprobs.sum(1).cpu().double() - torch.tensor([truth[i] for i in numbers]))
@@ -155,7 +156,7 @@ def below_ceiling(reward_model, tokenizer, run, judge):
     truth = [judge(prompt, chosen) - judge(prompt, rejected) for prompt, chosen, rejected in pairs]
     order = sorted(range(len(pairs)), key=lambda i: sum(map(len, encoded[i])))
     differences = []
-    for numbers in torch.tensor(order).split(64):
+    for numbers in waiting("pairs compared with the judge", torch.tensor(order), 64):
         chosen, rejected = pair_scores(reward_model, [encoded[i] for i in numbers], run.device)
         gaps = torch.tensor([truth[i] for i in numbers])
         hits = [(x > 0).double() + 0.5 * (x == 0).double() for x in (gaps, (chosen - rejected).cpu())]

@@ -53,6 +53,7 @@ class RunConfig:
     resume: bool = False  # go on where an interrupted run stopped
     overwrite: bool = False  # begin again, although an interrupted run is there
     save_every: int = 100  # steps between two saves of the state that --resume needs; it is saved by time too
+    tensorboard: bool = False  # write the metrics for TensorBoard too, into the folder tensorboard of --out
 
     def __post_init__(self):
         self.data, self.out = Path(self.data), Path(self.out)
@@ -62,6 +63,10 @@ class RunConfig:
             raise UserError("--device cuda: this PyTorch sees no CUDA GPU; use --device cpu")
         if self.resume and self.overwrite:
             raise UserError("--resume goes on with an interrupted run, --overwrite begins again: give one of them")
+        if self.tensorboard:
+            from plumbing.board import need_tensorboard  # which needs UserError from here
+
+            need_tensorboard()
         if self.dtype not in ("float32", "bfloat16"):
             raise UserError(f"--dtype {self.dtype}: should be float32 or bfloat16")
         if self.device == "auto":

@@ -62,12 +62,13 @@ class Tokenizer:
                 pairs[a + b] += sign * words[word]
                 where[a + b].add(word)
 
-        for word in words:
+        for word in each("different words counted", list(words)):
             count(word, +1)
         tokens = [bytes([b]) for b in range(256)]
-        while pairs and len(tokens) + 1 < vocab_size:
-            new = max(pairs, key=lambda pair: (pairs[pair], pair))  # the second entry makes ties the same on every machine
-            if pairs[new] < 2:
+        for _ in each("tokens of the vocabulary learned", range(256, vocab_size - 1), 1):
+            # The second entry makes ties the same on every machine.
+            new = max(pairs, key=lambda pair: (pairs[pair], pair), default=None)
+            if pairs[new] < 2:  # no pair at all counts 0
                 break
             tokens.append(new)
             for word in where.pop(new):  # only the words that hold the pair change: this makes training take seconds
@@ -91,7 +92,7 @@ def load_jsonl(path, keys):
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error}); {wanted}")
     rows = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(each(f"lines of {path} read", lines), 1):
         where = f"{path}, line {number}"
         try:
             text = line.decode("utf-8-sig").strip()
@@ -169,7 +170,7 @@ def encode_rows(rows, tokenizer, context):
     a pair whose answers are then the same is skipped.
     """
     encoded, full, cut, equal, uneven = [], 0, 0, 0, 0
-    for prompt, *completions in rows:
+    for prompt, *completions in each("rows encoded", rows):
         prompt = tokenizer.encode(prompt)
         if not 0 < len(prompt) < context:
             full += 1
@@ -242,3 +243,9 @@ def waiting(what, rows, size):
         if now - shown > 4:
             print(f"    {done:,} of {len(rows):,} {what}, {(now - start) / done * (len(rows) - done):.0f} s left", flush=True)
             shown = now
+
+
+def each(what, rows, size=1000):
+    """The same row by row; after `size` rows it looks at the clock."""
+    for piece in waiting(what, rows, size):
+        yield from piece

@@ -15,7 +15,7 @@ import minippo
 from minippo import GPT
 from plumbing import fast
 from plumbing.settings import UserError
-from plumbing.text import Tokenizer, pad
+from plumbing.text import Tokenizer, each, pad
 
 
 @dataclass
@@ -35,9 +35,11 @@ def first_model(rows, shape, init):
     if init:
         from plumbing.hf import read_gpt2
 
+        print(f"reading the weights and the vocabulary of {init}", flush=True)
         return read_gpt2(init, shape.dropout)
     start = time.perf_counter()
-    tokenizer = Tokenizer.train((text for row in rows for text in row), shape.vocab_size)
+    texts = (text for row in each("rows cut into words", rows) for text in row)
+    tokenizer = Tokenizer.train(texts, shape.vocab_size)
     seconds = time.perf_counter() - start
     print(f"learned a vocabulary of {tokenizer.vocab_size:,} tokens in {seconds:.1f} s")
     return GPT(dataclasses.replace(shape, vocab_size=tokenizer.vocab_size)), tokenizer

@@ -23,8 +23,8 @@ RESULTS = json.loads((ROOT / "bench" / "results.json").read_text())
 
 MARKERS = {
     "README.md": ["run", "example", "files"],
-    "RESULTS.md": ["systems", "seeds", "ablations", "no_penalty", "hacked", "real", "reviews", "memory", "memory_measured",
-                   "speed", "growth"],
+    "RESULTS.md": ["systems", "seeds", "passes", "ablations", "no_penalty", "hacked", "real", "reviews", "memory",
+                   "memory_measured", "speed", "growth"],
 }
 
 

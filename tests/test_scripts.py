@@ -27,7 +27,7 @@ import train_sft
 from cli import ONE_THREAD, ROOT, command, metrics, run, same_weights, shell
 from data import zoo
 from minippo import PPOConfig
-from plumbing import fast, report, settings, training, watch
+from plumbing import fast, report, settings, tracing, training, watch
 from plumbing.checkpoints import load_checkpoint, save_checkpoint
 from plumbing.settings import UserError
 from plumbing.text import Tokenizer, load_jsonl
@@ -618,7 +618,8 @@ def test_flags_may_stand_between_the_checkpoint_and_the_prompts(chain):
 @pytest.mark.parametrize("script, classes", [
     ("train_sft.py", (settings.RunConfig, minippo.GPTConfig, training.FitConfig, train_sft.InitConfig)),
     ("train_rm.py", (settings.RunConfig, training.FitConfig, train_rm.AnswerConfig)),
-    ("train_ppo.py", (settings.RunConfig, PPOConfig, train_ppo.StageConfig)), ("sample.py", (sample.SampleConfig,)),
+    ("train_ppo.py", (settings.RunConfig, PPOConfig, train_ppo.StageConfig)),
+    ("sample.py", (sample.SampleConfig, tracing.TraceConfig)),
 ])  # fmt: skip
 def test_help_explains_every_flag(script, classes):
     status, printed, _ = run(script, "-h")
