@@ -9,5 +9,7 @@ fast         the same networks with less work: no padding, shared beginnings onc
 watch        what train_ppo.py looks at: does the start make sense, does the KL?
 rewards      a reward model, or a function of texts, as what rollout() calls
 report       what train_ppo.py ends with
+traces       a few responses token by token, recorded while it trains
+page         the run as a page for the browser (page.html is its template)
 hf           the bridge to the Hugging Face format
 """
