@@ -213,6 +213,10 @@ def ending(text):
 def within_budget(traces):
     """The lines of ppo_traces.jsonl as the page needs them; with fewer responses, and with less of each, where they are long."""
     for responses, tokens in ((6, 10**6), (4, 10**6), (3, 10**6), (2, 10**6), (1, 10**6), (1, 400), (1, 100)):
+        kinds = [line[kind] for line in traces for kind in ("tracked", "sampled")]
+        count = sum(min(len(kind[i]["tokens"]), tokens) for kind in kinds for i in spaced(len(kind), responses))
+        if 60 * count > BUDGET and tokens > 100:  # a token takes more than that: no need to try
+            continue
         lines = [line_shown(line, responses, tokens) for line in traces]
         if len(json.dumps(finite(lines))) <= BUDGET:
             break
@@ -230,8 +234,8 @@ def response_shown(row, most):
     """A response less what the page does not show. If it has more than `most` tokens, only the first and the last of them stay:
     "gap" says after how many tokens how many are left out."""
     count, sums = len(row["tokens"]), {name: row[name] for name in ("log_old", "kl")}
-    head = most // 2
-    keep = [*range(count)] if count <= most else [*range(head), *range(count - most + head, count)]
+    head = most // 2 if count > most else count
+    keep = [*range(head), *range(max(head, count - most + head), count)]
     shown = {"prompt": ending(row["prompt"]), "ended": row["ended"], "count": count, "gap": [head, count - len(keep)]}
     shown |= {name: short(row[name]) for name in ("score", "judge") if name in row}
     shown |= {f"total_{name}": None if None in x else short(sum(x)) for name, x in sums.items()}

@@ -240,10 +240,16 @@ def add_truth(report, before, after, sft, models, run, crowd, judge, ceilings):
 
 
 def seconds_of_stages(models, out):
-    """What the last lines of the logs say: stages 1 and 2 in one folder, stage 3 in the other or the same."""
+    """What the last lines of the logs say: stages 1 and 2 in one folder, stage 3 in the other or the same. 0: nothing."""
     logs = {"sft": models / "sft.jsonl", "rm": models / "rm.jsonl", "ppo": out / "ppo.jsonl"}
-    lines = {name: path.read_text().splitlines() for name, path in logs.items() if path.exists()}
-    return {name: json.loads(log[-1])["seconds"] if log else 0.0 for name, log in lines.items()}
+    return {name: last_seconds(path) for name, path in logs.items() if path.exists()}
+
+
+def last_seconds(path):
+    try:
+        return float(json.loads(path.read_bytes().splitlines()[-1])["seconds"])
+    except (ValueError, KeyError, TypeError, IndexError):  # empty, or damaged: that does not matter here
+        return 0.0
 
 
 def number(row, name, digits):

@@ -92,8 +92,15 @@ class Traces:
         except (KeyError, TypeError):
             print(f"{self.path} is damaged, or another version's: it begins anew")
 
-    @property
+    def begin(self):
+        """From here on the file of an earlier run is overwritten; but if its log cannot be, nothing is."""
+        if self.progress.log is None:
+            self.progress.open_log()
+        self.path.write_text("".join(self.lines), encoding="utf-8")
+        self.file = open(self.path, "a", encoding="utf-8")
+
     def due(self):
+        """Is the iteration in work one to be recorded?"""
         return recorded(self.progress.step + 1, self.progress.steps)
 
     def around(self, rollout):
@@ -101,7 +108,7 @@ class Traces:
 
         def watched(policy, ref, score, prompts, config):
             batch = rollout(policy, ref, score, prompts, config)
-            self.again = self.look_again(policy, ref, config) if self.due and self.tracked else None
+            self.again = self.look_again(policy, ref, config) if self.due() and self.tracked else None
             return batch
 
         return watched
@@ -126,10 +133,9 @@ class Traces:
 
     def record(self, policy, batch, metrics, config):
         """To be called after ppo_iteration, with what it returns, and before the end of the step is logged."""
-        if self.file is None:  # from here on, the file of an earlier run is overwritten
-            self.path.write_text("".join(self.lines), encoding="utf-8")
-            self.file = open(self.path, "a", encoding="utf-8")
-        if not self.due:
+        if self.file is None:
+            self.begin()
+        if not self.due():
             return
         raw, _ = gae(batch["rewards"], batch["values"], batch["mask"], config.gamma, config.lam)  # not whitened, as the batch's are
         inside, rows = raw[batch["mask"]], batch["scores"].argsort(stable=True)
