@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from cli import ROOT, run, shell
+from cli import ROOT, run
 from plumbing import page
 from plumbing.page import curve, path_of, response_shown, short, within_budget, write_page
 from plumbing.report import systems
@@ -174,8 +174,7 @@ def test_a_run_ends_with_its_page(models, tmp_path):
     assert [line["step"] for line in data["traces"]] == [1, 2] and [line["pass"] for line in data["clip"]] == [1, 2]
     assert data["curves"]["sft"] == data["curves"]["rm"] == {}  # the folder of the models has no logs
     before = (out / "report.html").read_bytes()
-    done = shell("-m", "plumbing.page", out)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"wrote {out / 'report.html'}\n", "")
+    assert run("plumbing/page.py", out) == (0, f"wrote {out / 'report.html'}\n", "")
     assert (out / "report.html").read_bytes() == before
 
 
