@@ -4,18 +4,21 @@
     python train_ppo.py --data FOLDER      on prompts_train.jsonl and prompts_val.jsonl of your own
     python train_ppo.py --reward my:score  with a function in my.py instead of the reward model
 
-The files hold rows {"prompt": ...}. Writes out/ppo.pt and out/report.json.
+The files hold rows {"prompt": ...}. Writes out/ppo.pt, out/report.json and out/report.html, a page
+for the browser.
 """
 
 from dataclasses import dataclass
 
 from minippo import PPOConfig, adapt_kl_coef, frozen_copy, ppo_iteration
 from plumbing.checkpoints import save_checkpoint
+from plumbing.page import write_page
 from plumbing.progress import Progress
 from plumbing.report import make_report, print_report
 from plumbing.rewards import load_models
 from plumbing.settings import RunConfig, prepare, read_flags, run_script
 from plumbing.text import read_ids
+from plumbing.traces import Traces
 from plumbing.training import adamw, add_critic, full_batches, rollout_in_pieces, set_lr
 from plumbing.watch import check_start, look, warn_of
 
@@ -50,7 +53,8 @@ def main():
         policy=policy, ref=ref, optimizer=optimizer,
     )  # fmt: skip
     kl_coef = progress.values.setdefault("kl_coef", config.kl_coef)
-    rollout = rollout_in_pieces(stage.rollout_batch, again=run.dtype != "float32")
+    traces = Traces(progress, models.tokenizer, stage.rollout_batch)  # what report.html shows
+    rollout = traces.around(rollout_in_pieces(stage.rollout_batch, run.dtype != "float32"))
     for numbers in progress.remaining(full_batches(len(prompts), config.batch_size, run.seed)):
         step, rows = progress.step, [prompts[i] for i in numbers]
         lr = set_lr(optimizer, progress.rate())
@@ -59,6 +63,7 @@ def main():
         batch, metrics = ppo_iteration(
             policy, ref, models.score, rows, optimizer, config, kl_coef, rollout, stage.micro_batch
         )
+        traces.record(policy, batch, metrics, config)
         if config.epochs == 1:
             del metrics["passes"]  # of a single pass they are the same numbers again
         look(batch, models.tokenizer, show=step % 40 == 0)
@@ -69,11 +74,7 @@ def main():
             ref.load_state_dict(policy.state_dict(), strict=False)  # less a separate critic
         tokens = sum(map(len, rows)) + int(batch["mask"].sum())
         progress.end_step(tokens, ["score", "kl", "entropy", "eos_rate"], **metrics, lr=lr)
-    save_checkpoint(run.out / "ppo.pt", "ppo", policy, models.tokenizer)
-    progress.done()
-    print(f"saved {run.out / 'ppo.pt'}{'' if stage.no_report else '; now the report'}")
-    if not stage.no_report:
-        print_report(make_report(policy, sft, models, val_prompts, prompts, run, config, stage))
+    finish(policy, sft, models, val_prompts, prompts, progress, run, config, stage)
 
 
 def load(run, config, stage):
@@ -89,6 +90,16 @@ def load(run, config, stage):
     print(f"PPO on {run.device}: {len(prompts):,} prompts")
     warn_of(prompts, models, config)
     return models, prompts, val_prompts
+
+
+def finish(policy, sft, models, val_prompts, prompts, progress, run, config, stage):
+    """The policy is saved and measured; out/report.html shows how it came about."""
+    save_checkpoint(run.out / "ppo.pt", "ppo", policy, models.tokenizer)
+    progress.done()
+    print(f"saved {run.out / 'ppo.pt'}{'' if stage.no_report else '; now the report'}")
+    if not stage.no_report:
+        print_report(make_report(policy, sft, models, val_prompts, prompts, run, config, stage))
+    print(f"open {write_page(run.out, stage.models)} in a browser to see the run")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import torch
 import minippo
 from minippo import PPOConfig, row_lengths
 from plumbing.checkpoints import load_checkpoint, save_checkpoint
-from plumbing.report import best_of_n, optimal_objective, respond
+from plumbing.report import best_of_n, optimal_objective, optimum, respond
 from plumbing.settings import RunConfig, prepare, run_script
 from plumbing.text import load_jsonl, texts_of
 
@@ -204,12 +204,6 @@ class Yardstick:
         row = {name: x[name].mean().item() for name in ("judge", "score", "kl", "ended", "length")}
         return row | {"optimality": (J - J_sft) / (J_best - J_sft)}, x, texts
 
-    def optimum(self, beta):
-        """Score, judge and KL of the best policy at this beta: the reference, each answer weighted by exp(score / beta)."""
-        weights = (self.reference["score"] / beta).softmax(1)  # (P, M)
-        row = {name: (weights * self.reference[name]).sum(1).mean().item() for name in ("score", "judge")}
-        return row | {"kl": (weights * (weights * REFERENCE).clamp(min=1e-30).log()).sum(1).mean().item()}
-
     def best_of(self, n):
         row = {name: best_of_n(self.reference["score"], self.reference[name], n).mean().item() for name in ("score", "judge")}
         return row | {"kl": math.log(n) - (n - 1) / n}
@@ -250,7 +244,7 @@ def summarise():
         return sticks[key]
 
     out["best_of_n"] = {n: over_seeds([stick("full", seed).best_of(n) for seed in seeds]) for n in (4, 16, 64)}
-    out["optimum"] = {beta: over_seeds([stick("full", seed).optimum(beta) for seed in seeds]) for beta in BETAS}
+    out["optimum"] = {beta: over_seeds([optimum(stick("full", seed).reference, beta) for seed in seeds]) for beta in BETAS}
     if (folder(HACKED, FEW_SEEDS - 1) / "ppo.done").exists():  # the last of the ablations: all have run
         out |= summarise_ablations(stick)
     return out

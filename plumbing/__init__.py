@@ -12,5 +12,7 @@ report       what train_ppo.py ends with
 tracing      what sample.py --trace shows of each token
 plot         the curves of runs as a picture
 board        the same for TensorBoard
+traces       a few responses token by token, recorded while it trains
+page         the run as a page for the browser (page.html is its template)
 hf           the bridge to the Hugging Face format
 """

@@ -21,6 +21,7 @@ from plumbing.training import pair_scores
 
 PROMPTS = 1024, 128  # validation prompts used at most, with a judge and without; --report_prompts says otherwise
 SHARE, MANY = 8, 192  # for best of n and the optimum: one in so many of these, so many responses of the SFT model to each
+SHARES = 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0, 5.0  # the betas of the optima, over the standard deviation of the scores
 CHUNK = 512  # responses sampled at a time, unless --rollout_batch says otherwise
 
 
@@ -31,6 +32,25 @@ def optimal_objective(scores, kl_coef):
     answers of a high score are missing), so what is measured against it, optimality, is a little too high.
     """
     return kl_coef * (torch.logsumexp(scores / kl_coef, 1) - math.log(scores.shape[1]))
+
+
+def optimum(measured, beta, weights=None):
+    """How well the best policy at this beta does: the reference, each of its answers weighted by exp(score / beta).
+
+    measured: "score", and "judge" where there is one, of the reference's samples, (P, M) each; weights of the prompts (P,).
+    -> {name: mean}, and its KL, which M samples show up to log M. So at a small beta the true optimum is further away and higher.
+    """
+    shares = (measured["score"] / beta).softmax(1)  # (P, M), of the probability
+    found = {name: (shares * measured[name]).sum(1) for name in ("score", "judge") if name in measured}
+    found["kl"] = (shares * (shares * shares.shape[1]).clamp(min=1e-30).log()).sum(1)
+    return {name: estimate(name, x, weights)[name] for name, x in found.items()}
+
+
+def optima(measured, beta, weights=None):
+    """The optimum at this beta, unless it is 0, and at others around the spread of the scores, from the smallest on."""
+    spread = measured["score"].std(correction=0).item()
+    betas = {beta, *(share * spread for share in SHARES)} - {0.0}
+    return [{"beta": x, **optimum(measured, x, weights)} for x in sorted(betas)]
 
 
 def best_of_n(scores, values, n):
@@ -194,17 +214,22 @@ def make_report(policy, sft, models, prompts, trained_on, run, config, stage):
     for n in (4, 16, 64):
         best = {name: best_of_n(many["score"], many[name], n) for name in ("judge", "score") if name in many}
         report["best_of_n"][str(n)] = means(best, weights) | {"kl": math.log(n) - (n - 1) / n}
+    report["optimum"] = optima(many, beta, weights)
     if judge:
         add_truth(report, before, after, sft, models, run, crowd, judge, ceilings)
-    report["samples"] = [
-        {"prompt": tokenizer.decode(prompts[i]), "sft": before_texts[4 * i], "ppo": after_texts[4 * i],
-         "score": after["score"][i, 0].item(), "kl": after["kl"][i, 0].item()}
-        for i in range(min(6, len(prompts)))
-    ]  # fmt: skip
+    texts = zip(map(tokenizer.decode, prompts[:6]), before_texts[::4], after_texts[::4])
+    report["samples"] = [sample(*three, before, after, i) for i, three in enumerate(texts)]
     seconds = {"report": round(time.perf_counter() - start, 2)}
     report["seconds"] = seconds_of_stages(Path(stage.models or run.out), run.out) | seconds
     (run.out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     return report
+
+
+def sample(prompt, sft, ppo, before, after, i):
+    """Prompt i and the first response of each to it; "score", "judge", "kl" are PPO's, "sft_score", "sft_judge" the SFT model's."""
+    figures = {name: after[name][i, 0].item() for name in ("score", "judge", "kl") if name in after}
+    figures |= {f"sft_{name}": before[name][i, 0].item() for name in ("score", "judge") if name in before}
+    return {"prompt": prompt, "sft": sft, "ppo": ppo, **figures}
 
 
 def truth_about(data):
@@ -228,10 +253,16 @@ def add_truth(report, before, after, sft, models, run, crowd, judge, ceilings):
 
 
 def seconds_of_stages(models, out):
-    """What the last lines of the logs say: stages 1 and 2 in one folder, stage 3 in the other or the same."""
+    """What the last lines of the logs say: stages 1 and 2 in one folder, stage 3 in the other or the same. 0: nothing."""
     logs = {"sft": models / "sft.jsonl", "rm": models / "rm.jsonl", "ppo": out / "ppo.jsonl"}
-    lines = {name: path.read_text().splitlines() for name, path in logs.items() if path.exists()}
-    return {name: json.loads(log[-1])["seconds"] if log else 0.0 for name, log in lines.items()}
+    return {name: last_seconds(path) for name, path in logs.items() if path.exists()}
+
+
+def last_seconds(path):
+    try:
+        return float(json.loads(path.read_bytes().splitlines()[-1])["seconds"])
+    except (ValueError, KeyError, TypeError, IndexError):  # empty, or damaged: that does not matter here
+        return 0.0
 
 
 def number(row, name, digits):
@@ -250,18 +281,25 @@ def print_report(report):
     print("seconds: " + ", ".join(f"{name} {seconds:.0f}" for name, seconds in report["seconds"].items()))
 
 
-def print_systems(report):
-    """SFT model, best of n and PPO, a line each."""
+def systems(report):
+    """SFT model, best of n and PPO -> the names of the columns, and {name of a system: its cells}, as text."""
     names = ["judge"] * ("judge" in report["sft"]) + ["score", "kl", "eos_rate", "response_length"]
-    print("\n" + " " * 13 + "".join(name.rjust(17) for name in names))
     rows = {"SFT": report["sft"], **{f"best of {n}": row for n, row in report["best_of_n"].items()}, "PPO": report["ppo"]}
     if "ppo_unseen" in report:
         rows["PPO, unseen"] = report["ppo_unseen"]
-    for name, row in rows.items():
-        cells = [number(row, key, 3 if key == "eos_rate" else 2) if key in row else "-" for key in names]
-        print(f"{name:<13}" + "".join(cell.rjust(17) for cell in cells))
-    if "best_judge" in report:
-        print(f"best possible{report['best_judge']:>17.2f}")
+    cells = {
+        label: [number(row, name, 3 if name == "eos_rate" else 2) if name in row else "-" for name in names]
+        for label, row in rows.items()
+    }
+    return names, cells | ({"best possible": [f"{report['best_judge']:.2f}"]} if "best_judge" in report else {})
+
+
+def print_systems(report):
+    """The same, a line each."""
+    names, rows = systems(report)
+    print("\n" + " " * 13 + "".join(name.rjust(17) for name in names))
+    for label, cells in rows.items():
+        print(f"{label:<13}" + "".join(cell.rjust(17) for cell in cells))
 
 
 def print_limits(report):

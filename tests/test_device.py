@@ -20,7 +20,7 @@ import train_rm
 import train_sft
 from cli import metrics, same_weights
 from data import zoo
-from plumbing import checkpoints, fast, progress, report, rewards, settings, text, training, watch
+from plumbing import checkpoints, fast, progress, report, rewards, settings, text, traces, training, watch
 from pretended import CPU, GPU, pretended_gpu
 from tiny import EOS, tiny_gpt, tiny_reward_model
 
@@ -195,7 +195,7 @@ def test_a_run_on_the_gpu_that_was_stopped_goes_on_there_as_if_it_had_not_been(f
 def with_the_cpu():
     """For each argument of a call that is a device: the module and the function that it stands in, and the function's code with
     the CPU in its place; under the name of the call."""
-    for module in (minippo, checkpoints, fast, progress, report, rewards, text, training, watch, *SCRIPTS):
+    for module in (minippo, checkpoints, fast, progress, report, rewards, text, traces, training, watch, *SCRIPTS):
         tree = ast.parse(inspect.getsource(module))
         owners = [(module, tree)] + [(getattr(module, x.name), x) for x in tree.body if isinstance(x, ast.ClassDef)]
         for owner, node in ((owner, x) for owner, parent in owners for x in parent.body if isinstance(x, ast.FunctionDef)):

@@ -1,14 +1,19 @@
 """The specification of plumbing/report.py: the limits that PPO is held against. Run: python -m pytest tests/test_report.py"""
 
 import itertools
+import math
 
 import pytest
 import torch
 
 from minippo import PPOConfig, evaluate_actions, frozen_copy, generate, row_lengths
 from plumbing import report
-from plumbing.report import best_of_n, estimate, means, number, optimal_objective, optimality, respond, spread_out, unseen, wins
+from plumbing.report import (
+    best_of_n, estimate, means, number, optima, optimal_objective, optimality, optimum, print_systems, respond, sample, spread_out,
+    systems, unseen, wins,
+)  # fmt: skip
 from plumbing.text import Tokenizer
+from runs import REPORT
 from tiny import EOS, assert_equal, f64, noise, tiny_gpt
 
 
@@ -29,6 +34,35 @@ def test_at_a_large_beta_the_optimum_is_the_reference_and_at_a_small_one_the_bes
     scores = f64([[1.0, 2.0, 6.0]])
     assert optimal_objective(scores, 1e6).item() == pytest.approx(3.0, abs=1e-4)
     assert optimal_objective(scores, 1e-3).item() == pytest.approx(6.0, abs=2e-3)
+
+
+def test_the_optimum_weights_each_answer_by_exp_of_score_over_beta():
+    odds = math.exp(2 / 0.5)  # of an answer with score 2 against one with score 0, at beta 0.5
+    p = odds / (1 + odds)
+    got = optimum({"score": f64([[0, 2]]), "judge": f64([[5, -1]]), "kl": f64([[9, 9]])}, 0.5)
+    expected = {"score": 2 * p, "judge": 5 * (1 - p) - p, "kl": p * math.log(2 * p) + (1 - p) * math.log(2 * (1 - p))}
+    assert got == pytest.approx(expected)
+    assert optimum({"score": f64([[0, 0], [1, 1]])}, 0.1, f64([1, 3])) == pytest.approx({"score": 0.75, "kl": 0.0})
+
+
+@pytest.mark.parametrize("beta", [0.03, 0.3, 3.0])
+def test_score_less_beta_kl_of_the_optimum_is_the_optimal_objective(beta):
+    measured = {"score": noise(5, 40)}
+    got = optimum(measured, beta)
+    assert got["score"] - beta * got["kl"] == pytest.approx(optimal_objective(measured["score"], beta).mean().item())
+    assert got["kl"] <= math.log(40)
+
+
+def test_the_optima_are_those_at_the_price_that_was_paid_and_at_others_around_the_spread_of_the_scores():
+    measured = {"score": f64([[-3, 3], [3, -3]])}
+    rows = optima(measured, 0.7)
+    shares = [0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0, 5.0]
+    assert [row["beta"] for row in rows] == pytest.approx(sorted([0.7, *(3 * share for share in shares)]))
+    for row in rows:
+        assert row == {"beta": row["beta"]} | optimum(measured, row["beta"])
+    assert [row["kl"] for row in rows] == sorted((row["kl"] for row in rows), reverse=True)
+    assert len(optima(measured, 0.0)) == 10 and [row["beta"] for row in optima({"score": f64([[1, 1]])}, 0.7)] == [0.7]
+    assert optima(measured, 3.0, f64([1, 2]))[5] == {"beta": 1.5} | optimum(measured, 1.5, f64([1, 2]))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 6])
@@ -159,3 +193,33 @@ def test_the_figures_have_the_names_of_the_report():
 def test_a_number_is_printed_with_its_error_if_it_has_one():
     assert number({"kl": 1.239, "kl_se": 0.04}, "kl", 2) == "1.24 ± 0.04"
     assert number({"kl": 1.2}, "kl", 2) == number({"kl": 1.2, "kl_se": None}, "kl", 2) == "1.20"
+
+
+PRINTED = """
+                         judge            score               kl         eos_rate  response_length
+SFT               -0.33 ± 0.04     -0.01 ± 0.03      0.00 ± 0.00    1.000 ± 0.000      9.90 ± 0.09
+best of 4          1.67 ± 0.02      0.93 ± 0.04             0.64                -                -
+best of 16         2.58 ± 0.03      1.42 ± 0.04             1.84                -                -
+PPO                2.63 ± 0.03      1.47 ± 0.02      2.73 ± 0.03    1.000 ± 0.000     12.36 ± 0.08
+PPO, unseen                  -      1.41 ± 0.06      2.57 ± 0.10                -                -
+best possible             3.00
+"""
+
+
+def test_the_systems_are_printed_a_line_each(capsys):
+    print_systems(REPORT)
+    assert capsys.readouterr().out == PRINTED
+    no_judge = {"sft": {"score": 0.5, "kl": 0.0}, "best_of_n": {}, "ppo": {"score": 1.0, "kl": 2.0, "eos_rate": 0.5}}
+    names, rows = systems(no_judge)
+    assert names == ["score", "kl", "eos_rate", "response_length"]
+    assert rows == {"SFT": ["0.50", "0.00", "-", "-"], "PPO": ["1.00", "2.00", "0.500", "-"]}
+
+
+def test_a_sample_has_the_figures_of_both_and_the_judges_only_where_there_is_one():
+    before = {"score": f64([[1, 9], [2, 9]]), "judge": f64([[3, 9], [4, 9]]), "kl": f64([[0, 0], [0, 0]])}
+    after = {name: x + 10 for name, x in before.items()}
+    both = {"prompt": "p", "sft": "s", "ppo": "q", "kl": 10.0}
+    assert sample("p", "s", "q", before, after, 1) == both | {"score": 12.0, "judge": 14.0, "sft_score": 2.0, "sft_judge": 4.0}
+    for x in (before, after):
+        del x["judge"]
+    assert sample("p", "s", "q", before, after, 0) == both | {"score": 11.0, "sft_score": 1.0}

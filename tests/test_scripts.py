@@ -171,7 +171,8 @@ def test_ppo_trains_on_what_the_definitions_say(chain, data, tmp_path, monkeypat
 
 def test_each_script_leaves_its_checkpoint_its_metrics_and_the_state_to_resume_from(chain):
     names = {path.name for path in chain.iterdir() if path.suffix != ".txt" and path.name != ".lock"}
-    assert names == {f"{kind}{end}" for kind in ("sft", "rm", "ppo") for end in (".pt", ".jsonl", "_state.pt")} | {"report.json"}
+    made = {f"{kind}{end}" for kind in ("sft", "rm", "ppo") for end in (".pt", ".jsonl", "_state.pt")}
+    assert names == made | {"report.json", "report.html", "ppo_traces.jsonl"}
 
 
 @pytest.mark.parametrize("kind, steps, names", [
