@@ -27,6 +27,8 @@ from plumbing.watch import check_start, look, warn_of
 class StageConfig:
     separate_critic: bool = False  # a value network of its own, started from the reward model
     critic_lr: float = 0.0  # peak learning rate of the separate critic; 0: --lr
+    head_lr: float = 30.0  # that of the value head, in multiples of --lr: it has to begin at zero
+    adam_eps: float = 1e-4  # Adam's epsilon: what moves weights whose gradients are mere noise less
     models: str = ""  # folder of sft.pt and rm.pt; the same as --out unless it is given
     policy: str = ""  # checkpoint to start from, out/ppo.pt for a second round; sft.pt otherwise
     reference: str = ""  # checkpoint that the KL is measured against; sft.pt unless it is given
@@ -46,7 +48,7 @@ def main():
     if stage.separate_critic:
         add_critic(policy, models.reward_model)
     policy.eval()  # no dropout, ever: it would make the policy differ from itself
-    optimizer = adamw(policy, config.lr, critic_lr=stage.critic_lr)
+    optimizer = adamw(policy, config.lr, 0.0, stage.critic_lr, stage.head_lr, stage.adam_eps)
     progress = Progress(
         "ppo", run, (config, stage), config.steps, config.warmup,
         data=(prompts, models.tokenizer.tokens), made_from=models.facts,

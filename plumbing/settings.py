@@ -28,7 +28,8 @@ class UserError(ValueError):
 LIMITS = {
     "vocab_size": (257, 1_000_000), "context": (8,), "layers": (1,), "heads": (1,), "channels": (1,), "dropout": (0, 0.9),
     "steps": (1,), "epochs": (0,), "batch_size": (1,), "minibatches": (1,), "micro_batch": (0,), "rollout_batch": (0,),
-    "lr": (0,), "critic_lr": (0,), "warmup": (0,), "weight_decay": (0,), "max_grad_norm": (0,), "save_every": (1,),
+    "lr": (0,), "critic_lr": (0,), "head_lr": (0,), "adam_eps": (0, 1),
+    "warmup": (0,), "weight_decay": (0,), "max_grad_norm": (0,), "save_every": (1,),
     "max_steps": (1,), "answers": (2,), "report_prompts": (0,),
     "max_new_tokens": (1,), "temperature": (0.01,), "top_k": (0,), "n": (1,), "seed": (0, 2**31),
     "kl_coef": (0, 1e6), "kl_target": (1e-6,), "kl_horizon": (1,), "kl_loss_coef": (0, 1e6), "gamma": (0, 1), "lam": (0, 1),

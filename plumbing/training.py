@@ -77,18 +77,24 @@ def length(config, rows):
     return steps or config.max_steps, config.warmup, not steps
 
 
-def adamw(model, lr, weight_decay=0.0, critic_lr=0.0):
-    """AdamW; norms and biases do not decay. A separate critic, with the value head that reads it, is a network of its own, with
-    its own learning rate and gradient norm (see minippo.gradient_step). critic_lr 0: lr."""
-    critic = [*model.critic.parameters(), *model.value_head.parameters()] if getattr(model, "critic", None) else []
-    policy = [p for p in model.parameters() if not any(p is other for other in critic)]
+def adamw(model, lr, weight_decay=0.0, critic_lr=0.0, head_lr=1.0, eps=1e-8):
+    """AdamW; norms and biases do not decay. Three parts can have learning rates of their own, of which `peak` is the highest:
+
+    A separate critic, with the value head that reads it, is a network of its own, also in its gradient norm (see
+    minippo.gradient_step). critic_lr 0: lr. A value head that reads the policy's trunk has head_lr times lr.
+    """
+    apart = bool(getattr(model, "critic", None))
+    head = [*model.value_head.parameters()] if hasattr(model, "value_head") else []
+    critic = [*model.critic.parameters(), *head] if apart else []
+    policy = [p for p in model.parameters() if not any(p is other for other in [*critic, *head])]
+    others = [("critic", critic, critic_lr or lr)] if apart else [("policy", head, head_lr * lr)]
     groups = [
         {"params": part, "network": network, "peak": peak, "weight_decay": decay}
-        for network, params, peak in (("policy", policy, lr), ("critic", critic, critic_lr or lr))
+        for network, params, peak in [("policy", policy, lr), *others]
         for part, decay in (([p for p in params if p.dim() > 1], weight_decay), ([p for p in params if p.dim() < 2], 0.0))
         if part
     ]
-    return torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), fused=True)
+    return torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), eps=eps, fused=True)
 
 
 def set_lr(optimizer, share):

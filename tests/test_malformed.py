@@ -204,7 +204,7 @@ CASES = [
     ("ppo", "--reference {folder}/rm.pt", nothing, ["'rm'"]),
     ("sft", "", interrupted("sft"), ["interrupted at step 1", "--resume", "--overwrite"]),
     ("ppo", "", interrupted("ppo"), ["interrupted at step 1", "--resume", "--overwrite"]),
-    ("ppo", "--resume --lr 0.5", interrupted("ppo"), ["lr = 0.0006", "--overwrite"]),
+    ("ppo", "--resume --lr 0.5", interrupted("ppo"), ["lr = 0.0008", "--overwrite"]),
     ("ppo", "--resume", cut("ppo_state.pt"), ["ppo_state.pt", "damaged"]),
     ("ppo", "--resume", lacks("ppo_state.pt", "settings"), ["another version"]),
     ("ppo", "--resume", lacks("ppo_state.pt", "random"), ["another version", "--overwrite"]),

@@ -206,7 +206,7 @@ def test_the_judge_looks_on_where_there_is_one_and_knows_the_prompts(models, tmp
 def test_a_line_holds_the_settings_and_what_json_cannot_write_is_null(models, tmp_path):
     assert ppo(models, tmp_path, "--steps", 1, "--no_report", "--clip_eps", "inf", "--seed", 3)[0] == 0
     (line,) = lines(tmp_path)
-    assert line["settings"].items() >= {"clip_eps": None, "seed": 3, "steps": 1, "gamma": 1.0, "reward": "", "lr": 6e-4}.items()
+    assert line["settings"].items() >= {"clip_eps": None, "seed": 3, "steps": 1, "gamma": 1.0, "reward": "", "lr": 8e-4}.items()
     assert {case for response in line["sampled"] for case in response["clip"]} == {"in between"}
 
 

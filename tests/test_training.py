@@ -123,6 +123,22 @@ def test_the_optimizer_holds_every_parameter_once_and_a_separate_critic_apart():
     assert all(g["betas"] == (0.9, 0.95) and g["fused"] for g in groups)
 
 
+def test_the_value_head_on_the_policys_trunk_has_a_learning_rate_of_its_own_but_no_norm():
+    policy = tiny_gpt()
+    groups = adamw(policy, 0.1, head_lr=30.0, eps=1e-4).param_groups
+    names = {id(p): name for name, p in policy.named_parameters()}
+    peaks = {names[id(p)]: (g["network"], g["peak"], g["eps"]) for g in groups for p in g["params"]}
+    assert sum(len(group["params"]) for group in groups) == len(names) == len(peaks)
+    for name, (network, peak, eps) in peaks.items():
+        assert network == "policy" and eps == 1e-4
+        assert peak == pytest.approx(3.0 if name.startswith("value_head") else 0.1)
+    assert all(g["eps"] == 1e-8 and g["peak"] == 0.1 for g in adamw(policy, 0.1).param_groups)
+    add_critic(policy, tiny_reward_model())
+    assert {g["peak"] for g in adamw(policy, 0.1, critic_lr=0.2, head_lr=30.0).param_groups} == {0.1, 0.2}
+    reward_model = tiny_reward_model()
+    assert sum(len(g["params"]) for g in adamw(reward_model, 0.1).param_groups) == len(list(reward_model.parameters()))
+
+
 def test_weights_decay_and_norms_and_biases_do_not():
     policy = tiny_gpt()
     names = {id(p): name for name, p in policy.named_parameters()}
