@@ -285,6 +285,7 @@ def test_a_new_log_replaces_its_part_of_the_results_alone(tmp_path, monkeypatch)
     (tmp_path / "bench").mkdir()
     results = tmp_path / "bench" / "results.json"
     results.write_text(json.dumps({"seeds": [1, 2], "passes": RESULTS["passes"]}))
+    assert drawings.ROOT == ROOT
     monkeypatch.setattr(drawings, "ROOT", tmp_path)
     monkeypatch.setattr("sys.argv", ["drawings.py"])
     drawings.main()
