@@ -13,6 +13,7 @@ import json
 import math
 import os
 import platform
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -235,6 +236,8 @@ def summarise():
     for name in ("score", "judge", "kl", "entropy", "explained_variance"):
         curve = [mean_and_error([log[i][name] for log in logs]) for i in range(0, len(logs[0]), 3)]
         out.setdefault("curves", {})[name] = curve
+    other = [json.loads(line) for line in (OTHER_DATA / "ppo.jsonl").read_text().splitlines()]
+    out["jumps"] = [jumps([row["kl"] for row in log]) for log in [*logs, other]]
     sticks = {}
 
     def stick(name, seed):
@@ -248,6 +251,11 @@ def summarise():
     if (folder(HACKED, FEW_SEEDS - 1) / "ppo.done").exists():  # the last of the ablations: all have run
         out |= summarise_ablations(stick)
     return out
+
+
+def jumps(kl, window=100):
+    """How many of these KLs, one per iteration, are more than 1 nat above the median of the hundred before; the first have none."""
+    return sum(kl[i] > 1 + statistics.median(kl[i - window : i]) for i in range(window, len(kl)))
 
 
 def summarise_ablations(stick):
@@ -299,27 +307,34 @@ def tables(results):
         rows += [[f"best of {n}", cell(x["judge"]), cell(x["score"]), f"{x['kl']['mean']:.2f}", ""]]
     optimality = ppo("ppo", "optimality")
     rows += [["**PPO**", *(cell(ppo("ppo", name)) for name in ("judge", "score", "kl")), cell(optimality, 3)]]
-    unseen = [cell(ppo("ppo_unseen", name)) for name in ("judge", "score", "kl")]
-    rows += [["PPO, on the 50 unseen prompts", *unseen, cell(ppo("ppo_unseen", "optimality"), 3)]]
+    for part, prompts in (("ppo_seen", "450 prompts that it was trained on"), ("ppo_unseen", "50 unseen prompts")):
+        figures = [cell(ppo(part, name)) for name in ("judge", "score", "kl")]
+        rows += [[f"PPO, on the {prompts}", *figures, cell(ppo(part, "optimality"), 3)]]
     best = results["optimum"]["0.1"]
     rows += [["the optimum at beta = 0.1", *(cell(best[name]) for name in ("judge", "score", "kl")), "1"]]
     out = {"systems": table(["", "judge", "score", "KL", "optimality"], rows)}
 
     labels = [str(report["seed"]) for report in reports] + ["0, other data"]
-    reports = [*reports, results["other_data"]]
+    reports, jumps = [*reports, results["other_data"]], map(str, results["jumps"])
     share = [(r["ppo"]["judge"] - r["sft"]["judge"]) / (r["best_judge"] - r["sft"]["judge"]) for r in reports]
     rows = [
         [label, f"{r['sft']['above_entropy']:.4f} ± {r['sft']['above_entropy_se']:.4f}",
          f"{r['rm']['below_ceiling']:.4f} ± {r['rm']['below_ceiling_se']:.4f}", f"{part:.2f}",
          *(f"{r['ppo'][name]:.{digits}f} ± {r['ppo'][name + '_se']:.{digits}f}"
            for name, digits in (("win_rate_vs_sft", 3), ("kl", 2), ("eos_rate", 4), ("optimality", 3))),
-         f"{r['ppo_unseen']['optimality']:.3f} ± {r['ppo_unseen']['optimality_se']:.3f}"]
-        for label, r, part in zip(labels, reports, share)
+         *(f"{r[kind]['optimality']:.3f} ± {r[kind]['optimality_se']:.3f}" for kind in ("ppo_seen", "ppo_unseen")), jumped]
+        for label, r, part, jumped in zip(labels, reports, share, jumps)
     ]  # fmt: skip
     head = ["seed", "SFT above the entropy, nats/token", "RM below its ceiling", "judge, share of the way to 3", "wins against SFT",
-            "KL", "end-of-text", "optimality", "on unseen prompts"]  # fmt: skip
+            "KL", "end-of-text", "optimality", "on seen prompts", "on unseen prompts", "jumps of the KL"]  # fmt: skip
     out["seeds"] = table(head, rows)
-    more = (passes_table, ablation_tables, other_tables, memory_tables, screens)
+    rows = []
+    for part, label in (("ppo_seen", "seen"), ("ppo_unseen", "unseen")):
+        gap = mean_and_error([1 - r[part]["optimality"] for r in results["reports"]])
+        worst = mean_and_error([r[part]["worst_tenth"] for r in results["reports"]])
+        rows += [[label, cell(gap, 3), cell(worst)]]
+    out["gap"] = table(["prompts", "missing to an optimality of 1", "share of it in the worst tenth"], rows)
+    more = (passes_table, accident_tables, ablation_tables, other_tables, memory_tables, screens)
     return out | {name: text for make in more for name, text in make(results).items()}
 
 
@@ -422,6 +437,22 @@ def passes_table(results):
         cells = [[f"{x:.{digits}f}" for x in results["passes"][name][i]] for name, digits in metrics.items()]
         rows += [[str(i + 1), *(f"{middle} ({low} to {high})" for low, middle, high in cells)]]
     return {"passes": table(["pass", "clip fraction", "approx_kl, nats per token", "ratio_max"], rows)}
+
+
+def accident_tables(results):
+    """What bench.accident has measured."""
+    accident, out = results["accident"], {}
+    rows = [[str(i), *(f"{accident['rows'][i - 1][name]:.2f}" for name in ("low", "high", "kl")),
+             f"{accident['rows'][i - 1]['longest']:.0f}"] for i in range(10, len(accident["rows"]) + 1, 10)]  # fmt: skip
+    head = ["iteration", "low scores, nats per token", "high scores, nats per token", "kl of its batch", "its largest KL"]
+    out["accident"] = table(head, rows)
+    names = list(accident["again"][0]["after"])
+    rows = [[str(x["iteration"]), *(f"{n:.2f}" for n in (x["before"], *x["after"].values()))] for x in accident["again"]]
+    out["again"] = table(["iteration", "before it", "after it", *(f"without {name}" for name in names[1:])], rows)
+    rows = [[name, " ".join(f"`--{flag} {value:g}`" for flag, value in x["flags"].items()), str(x["astray"]), f"{x['low']:.2f}"]
+            for name, x in accident["cures"].items()]  # fmt: skip
+    out["cures"] = table(["changed", "", "iterations with a response astray", "low scores, nats per token, at the end"], rows)
+    return out
 
 
 def splice(document, name, text):
