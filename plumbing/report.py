@@ -16,6 +16,7 @@ import torch
 
 from minippo import evaluate_actions, score_responses
 from plumbing.fast import generate
+from plumbing.settings import UserError
 from plumbing.text import each, encode_rows, load_jsonl, pad_completions, printable, waiting
 from plumbing.training import pair_scores
 
@@ -238,7 +239,10 @@ def truth_about(data):
         return None, None, {}
     from data.zoo import crowd, judge
 
-    return crowd, judge, json.loads((data / "ceilings.json").read_text())
+    try:
+        return crowd, judge, json.loads((data / "ceilings.json").read_text())
+    except ValueError:
+        raise UserError(f"{data / 'ceilings.json'}: is no JSON; delete it, or make the data again with data/zoo.py")
 
 
 def add_truth(report, before, after, sft, models, run, crowd, judge, ceilings):

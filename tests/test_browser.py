@@ -98,6 +98,8 @@ def test_the_numbers_of_a_token_are_those_of_the_file_whether_it_is_clicked_poin
     page = visit(folder)
     bee, rude = (response(*x, 1) for x in (BEE, RUDE))  # the highest score stands first
     assert page.locator(".response").count() == 2 and at(page) == (0, 0)
+    assert [node.get_attribute("aria-label") for node in page.locator(".response").all()] == ["response 1", "response 2"]
+    assert token(page, 0, 5).get_attribute("aria-label") == f"token 6, the end token, advantage {bee['advantage'][5]:.2f}, clipped"
     assert page.locator("#panel h3").inner_text() == "Token 1 of 6: “A”" and numbers(page) == as_shown(bee, 0)
     for i in range(6):
         token(page, 0, i).click()
@@ -362,6 +364,8 @@ def test_the_curves_can_be_read_at_their_end_and_wherever_the_cursor_is(folder, 
     assert readings(page, "Reward model: pairs right")[0] == {"training": "80.0", "validation": "80.0", "ceiling": "82.7"}
     chart = page.locator("#ppo svg.plot").nth(1)
     chart.focus()
+    page.keyboard.press("ArrowLeft")
+    assert readings(page, "KL")[1] == "iteration 59"
     steps = {"Home": 1, "ArrowRight": 2, "PageUp": 12, "PageDown": 2, "ArrowLeft": 1, "End": 60}
     for key, step in [*steps.items(), ("ArrowRight", 60)]:
         page.keyboard.press(key)
@@ -370,9 +374,13 @@ def test_the_curves_can_be_read_at_their_end_and_wherever_the_cursor_is(folder, 
     box = chart.bounding_box()
     chart.hover(position={"x": box["width"] * (42 + 310 * 39 / 59) / 360, "y": box["height"] / 2})
     assert readings(page, "KL") == ({"KL": "2.00", "beta × KL": "0.20"}, "iteration 40")
+    assert page.locator("#ppo .cursor").evaluate_all("all => new Set(all.map(x => x.getAttribute('visibility'))).size") == 1
+    cursor = page.locator("#ppo .cursor").first
+    assert cursor.get_attribute("visibility") == "visible"
+    assert float(cursor.get_attribute("x1")) == pytest.approx(42 + 310 * 39 / 59)
     assert readings(page, "Score")[0]["judge"] == "2.00"  # of iteration 50, the nearest
     page.locator("h1").hover()
-    assert readings(page, "KL")[1] == "iteration 60"
+    assert readings(page, "KL")[1] == "iteration 60" and cursor.get_attribute("visibility") == "hidden"
 
 
 def places(page, selector):
@@ -402,6 +410,7 @@ def test_score_and_judge_stand_against_kl_with_the_limit_and_best_of_n(folder, v
     keys = page.locator("#frontier .keys").first.locator("span").all_inner_texts()
     names = ["the limit", "the best at beta 0.1", "this run", "best of 4, 16", "SFT model", "PPO at its end"]
     assert [key.strip() for key in keys] == names
+    assert page.locator("#frontier .keys").last.locator("span").first.inner_text().strip() == "the same policies"
     limit, path = (places(page, f"#frontier figure:first-of-type svg.plot > polyline:nth-of-type({i})") for i in (1, 2))
     assert len(limit) == 3 and [x for x, _ in limit] == sorted(x for x, _ in limit) and len(path) == 30
 
@@ -434,6 +443,12 @@ def test_texts_are_shown_as_they_are_and_never_run(folder, visit):
     assert page.locator("img").count() == 0
     prompt = page.locator(".response .prompt").nth(1).inner_text()
     assert prompt.startswith('Who are you? </script><img src=x onerror="alert(1)"> \\u0007\\u202e')
+    odd = response(["\n", " a\tb", "\x1b[0m", "<b>"], 1.0, "one\n\ttwo", 1)
+    write_jsonl(folder / "ppo_traces.jsonl", [trace(1, tracked=[odd])])
+    page = visit(folder)
+    assert page.locator(".token").all_text_contents() == ["↵", " a⇥b", "\\u001b[0m", "<b>"]
+    assert page.locator(".response .prompt").text_content() == "one\n⇥two"
+    assert page.locator("#panel h3").inner_text() == "Token 1 of 4: “↵”"
 
 
 # Parts that are not there
@@ -441,6 +456,8 @@ def test_texts_are_shown_as_they_are_and_never_run(folder, visit):
 
 def test_without_a_report_or_a_judge_the_page_says_nothing_of_them(folder, visit):
     (folder / "report.json").unlink()
+    text = visit(folder).inner_text("body")
+    assert "The judge knows the truth" in text and "judge 2.5" in text and "never asks, grades a few" in text
     rows = [trace(step) for step in STOPS]
     for line in rows:
         del line["judge"]
@@ -514,11 +531,15 @@ def test_numbers_that_are_none_are_dashes(folder, visit):
     line = trace(1)
     for x in line["tracked"]:
         x["log_ref"][0] = x["kl"][0] = x["ratio"][1] = None
+        x["ratio"][2] = 1.004
     write_jsonl(folder / "ppo_traces.jsonl", [line])
     page = visit(folder)
     shown = numbers(page)
     assert shown["log_ref"] == shown["kl"] == "–" and shown["log_pi"] != "–"
     assert page.locator("#panel dd.why").nth(2).inner_text() == "not a finite number"
+    token(page, 0, 2).click()
+    assert page.locator("#panel dd.why").nth(9).inner_text() == "pi / old: the token is now 0.4 % more probable"
+    token(page, 0, 0).click()
     for mode in range(4):
         page.locator("#colours label").nth(mode).click()
         assert at(page) == (0, 0)

@@ -6,12 +6,14 @@ import math
 import pytest
 import torch
 
+from data import zoo
 from minippo import PPOConfig, evaluate_actions, frozen_copy, generate, row_lengths
 from plumbing import report
 from plumbing.report import (
     best_of_n, estimate, means, number, optima, optimal_objective, optimality, optimum, print_systems, respond, sample, spread_out,
-    systems, unseen, wins,
+    systems, truth_about, unseen, wins,
 )  # fmt: skip
+from plumbing.settings import UserError
 from plumbing.text import Tokenizer
 from runs import REPORT
 from tiny import EOS, assert_equal, f64, noise, tiny_gpt
@@ -213,6 +215,15 @@ def test_the_systems_are_printed_a_line_each(capsys):
     names, rows = systems(no_judge)
     assert names == ["score", "kl", "eos_rate", "response_length"]
     assert rows == {"SFT": ["0.50", "0.00", "-", "-"], "PPO": ["1.00", "2.00", "0.500", "-"]}
+
+
+def test_the_truth_is_known_of_the_default_data_alone(tmp_path):
+    assert truth_about(tmp_path) == (None, None, {})
+    (tmp_path / "ceilings.json").write_text('{"best_judge": 3}')
+    assert truth_about(tmp_path) == (zoo.crowd, zoo.judge, {"best_judge": 3})
+    (tmp_path / "ceilings.json").write_text('{"best_judge"')
+    with pytest.raises(UserError, match="ceilings.json: is no JSON; delete it"):
+        truth_about(tmp_path)
 
 
 def test_a_sample_has_the_figures_of_both_and_the_judges_only_where_there_is_one():

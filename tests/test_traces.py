@@ -39,7 +39,7 @@ def test_the_first_iterations_are_recorded_and_then_ever_fewer_and_the_last():
 def test_what_is_chosen_is_spread_evenly_from_the_first_to_the_last():
     assert spaced(128, 6) == [0, 25, 50, 76, 101, 127]
     assert spaced(7, 6) == [0, 1, 2, 3, 4, 6] and spaced(6, 6) == [0, 1, 2, 3, 4, 5]
-    assert spaced(2, 6) == [0, 1] and spaced(9, 1) == [0] and spaced(0, 6) == []
+    assert spaced(2, 6) == [0, 1] and spaced(9, 1) == [0] and spaced(9, 2) == [0, 8] and spaced(0, 6) == []
 
 
 @pytest.mark.parametrize("ratio, advantage, case", [
