@@ -95,7 +95,8 @@ def distance(policy, ref, tokens, mask):
 def watched(models, seed, changes):
     """-> the Watch of a run of STOP iterations."""
     watch = train_ppo.ppo_iteration = Watch()
-    sys.argv = ["train_ppo.py", "--models", models, "--out", str(ROOT / "out" / "accident"), "--seed", str(seed), "--overwrite"]
+    out = ROOT / "out" / "accident" / ("_".join(changes) or "unchanged")
+    sys.argv = ["train_ppo.py", "--models", models, "--out", str(out), "--seed", str(seed), "--overwrite"]
     sys.argv += [word for name, value in {**FLAGS, **changes}.items() for word in (f"--{name}", str(value))]
     try:
         train_ppo.main()
