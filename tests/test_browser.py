@@ -260,7 +260,7 @@ def test_three_sentences_say_why_the_first_token_has_its_advantage_who_paid_the_
     low, high = min(rude["ratio"]), max(rude["ratio"])
     assert page.locator("#story li").all_inner_texts()[2] == (
         f"The clip acts on no token: the ratios are between {low:.2f} and {high:.2f}, and none is beyond 0.8 or 1.2 on the side to "
-        "which its advantage pushes."
+        "which its advantage pushes. (One beyond them on the other side is pushed back.)"
     )
     page.locator("#story summary").click()
     cells = [row.split("\t") for row in page.locator("#numbers tbody").inner_text().splitlines()]
@@ -333,7 +333,7 @@ def test_the_table_and_the_facts_are_those_of_the_report(folder, visit):
     text = page.inner_text("body")
     for said in ("Optimality 0.860 ± 0.011", "score − 0.1 × KL", "on the unseen prompts 0.834 ± 0.015", "Wins 0.906 ± 0.005",
                  "on the 50 of these prompts", "cut off at 48 tokens loses 1 of score", "a nat costs 0.1 of score",
-                 "SFT 0.0207 ± 0.0017", "Reward model 0.0088 ± 0.0026"):  # fmt: skip
+                 "Gap of SFT 0.0207 ± 0.0017", "Gap of the reward model 0.0088 ± 0.0026"):  # fmt: skip
         assert said in text, said
     facts = "60 iterations, 8 responses in each, beta 0.1, learning rate 0.0006, seed 0, SFT 78 s, reward model 2 min, PPO 30 s"
     assert page.inner_text("#facts") == facts.replace(", ", " · ")
@@ -435,6 +435,7 @@ def test_on_a_phone_the_numbers_stand_below_the_response_that_is_tapped(folder, 
     assert [panel.count() for panel in panels] == [0, 1]
     assert at(page) == (1, 1) and numbers(page) == as_shown(response(*RUDE, 1), 1)
     page.set_viewport_size(WIDE)
+    page.wait_for_selector(".view > #panel")  # the page hears of its new width a moment later
     assert page.locator(".view > #panel").count() == 1 and numbers(page) == as_shown(response(*RUDE, 1), 1)
 
 
