@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from plumbing.report import (
     best_of_n, estimate, means, number, optima, optimal_objective, optimality, optimum, print_systems, respond, sample, spread_out,
     systems, truth_about, unseen, wins,
 )  # fmt: skip
-from plumbing.settings import UserError
+from plumbing.settings import RunConfig, UserError
 from plumbing.text import Tokenizer
 from runs import REPORT
 from tiny import EOS, assert_equal, f64, noise, tiny_gpt
@@ -234,3 +235,27 @@ def test_a_sample_has_the_figures_of_both_and_the_judges_only_where_there_is_one
     for x in (before, after):
         del x["judge"]
     assert sample("p", "s", "q", before, after, 0) == both | {"score": 11.0, "sft_score": 1.0}
+
+
+def test_prompts_that_ppo_was_trained_on_and_others_are_measured_apart(monkeypatch, tmp_path):
+    # The SFT model's scores are 0 and 2 in turn, so at beta = 1 the optimum is the log of the mean of 1 and exp(2).
+    prompts = [[i] for i in range(1, 9)]
+
+    def respond(policy, ref, score, rows, n, *rest):
+        level = torch.tensor([[1.3 if row[0] < 6 else 1.1] for row in rows]).expand(-1, n)
+        scores = torch.tensor([0.0, 2.0]).repeat(len(rows), n // 2) if policy is ref else level
+        zeros = torch.zeros_like(scores)
+        return {"score": scores, "ended": zeros, "kl": zeros, "length": zeros}, ["text"] * (len(rows) * n)
+
+    monkeypatch.setattr(report, "respond", respond)
+    models = SimpleNamespace(tokenizer=SimpleNamespace(decode=str), facts={"sft": {}}, score=None, reward_model=None)
+    run, stage = RunConfig(data=tmp_path, out=tmp_path), SimpleNamespace(report_prompts=0, rollout_batch=0, models="")
+    got = report.make_report("ppo", "sft", models, prompts, prompts[:5], run, PPOConfig(kl_coef=1.0), stage)
+    best = math.log((1 + math.exp(2)) / 2) - 1
+    assert (got["ppo_seen"]["prompts"], got["ppo_unseen"]["prompts"]) == (5, 3)
+    assert got["ppo_seen"]["score"] == pytest.approx(1.3) and got["ppo_unseen"]["score"] == pytest.approx(1.1)
+    for kind, gained, worst in (("ppo_seen", 0.3, 1 / 5), ("ppo_unseen", 0.1, 1 / 3)):
+        assert got[kind]["optimality"] == pytest.approx(gained / best) and got[kind]["worst_tenth"] == pytest.approx(worst)
+    assert got["ppo"]["score"] == pytest.approx((5 * 1.3 + 3 * 1.1) / 8)
+    same = report.make_report("ppo", "sft", models, prompts, prompts, run, PPOConfig(kl_coef=1.0), stage)
+    assert "ppo_seen" not in same and "ppo_unseen" not in same  # there is but one kind
