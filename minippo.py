@@ -515,9 +515,9 @@ class PPOConfig:
     entropy_coef: float = 0.0  # weight of a bonus for entropy, against settling too early
     kl_loss_coef: float = 0.0  # weight of a penalty on the KL per token in the loss (k2)
     # What train_ppo.py does around the iterations:
-    steps: int = 600  # iterations
+    steps: int = 700  # iterations
     batch_size: int = 128  # prompts, and so responses, per iteration
-    lr: float = 8e-4  # peak learning rate of AdamW; it falls linearly to 0
+    lr: float = 6e-4  # peak learning rate of AdamW; after half of the steps it falls to 0
     warmup: int = 5  # iterations in which the learning rate climbs to its peak
     kl_target: float = 6.0  # KL in nats that an adaptive beta steers to; needs a finite kl_horizon
     kl_horizon: float = math.inf  # responses in which beta can change by a fifth; inf: fixed
@@ -591,10 +591,10 @@ def merge(parts):
     return means | {"tokens": total, "ratio_max": max(part["ratio_max"] for part in parts)}
 
 
-def ppo_update(policy, optimizer, batch, config, micro_batch=0):
+def ppo_update(policy, optimizer, batch, config, micro_batch=0, loss_of=ppo_loss):
     """epochs x minibatches gradient steps on one batch -> a list: the stats of each pass over it.
 
-    micro_batch: responses in memory at once; 0: a whole minibatch. It changes no gradient.
+    micro_batch: responses in memory at once; 0: all. It changes no gradient. loss_of: another loss.
     """
     passes, mask = [], batch["mask"]
     for _ in range(config.epochs):
@@ -604,7 +604,7 @@ def ppo_update(policy, optimizer, batch, config, micro_batch=0):
             pieces, count = [], int(mask[rows].sum())
             for piece in rows.split(micro_batch or len(rows)):
                 part = {name: x[piece] for name, x in batch.items()}
-                loss, stats = ppo_loss(policy, part, config)
+                loss, stats = loss_of(policy, part, config)
                 (loss * stats["tokens"] / count).backward()  # a mean over all tokens of the rows
                 pieces.append(stats)
             norm = gradient_step(optimizer, config.max_grad_norm)

@@ -10,7 +10,7 @@ for the browser.
 
 from dataclasses import dataclass
 
-from minippo import PPOConfig, adapt_kl_coef, frozen_copy, ppo_iteration
+from minippo import PPOConfig, adapt_kl_coef, frozen_copy, ppo_iteration, row_lengths
 from plumbing.checkpoints import save_checkpoint
 from plumbing.page import write_page
 from plumbing.progress import Progress
@@ -39,32 +39,34 @@ class StageConfig:
     report_prompts: int = 0  # validation prompts in the report; 0: 1024 if there is a judge, or 128
 
 
-def main():
-    run, config, stage = read_flags(__doc__, RunConfig(), PPOConfig(), StageConfig())
+def main(iterate=ppo_iteration, name="", doc=__doc__, own=(), without=(), also=()):
+    """PPO, or what a file of variations/ puts in its place; variations/__init__.py says how."""
+    defaults = RunConfig(out=f"out/{name}"), PPOConfig(), StageConfig(models="out" if name else "")
+    run, config, stage, *more = read_flags(doc, *defaults, *own, without=without)
     prepare(run)
-    models, prompts, val_prompts = load(run, config, stage)
+    models, prompts, val_prompts, rows = load(run, config, stage, also)
     policy, sft = models.policy, models.reference
     ref = frozen_copy(sft) if config.ref_update_every else sft  # sft: what the report compares with
-    if stage.separate_critic:
-        add_critic(policy, models.reward_model)
     policy.eval()  # no dropout, ever: it would make the policy differ from itself
     optimizer = adamw(policy, config.lr, 0.0, stage.critic_lr, stage.head_lr, stage.adam_eps)
     progress = Progress(
-        "ppo", run, (config, stage), config.steps, config.warmup,
-        data=(prompts, models.tokenizer.tokens), made_from=models.facts,
+        "ppo", run, (config, stage, *more), config.steps, config.warmup,
+        algorithm=name, fall=config.steps // 2,  # the learning rate keeps its peak for half of the run
+        data=(prompts, models.tokenizer.tokens, *rows), made_from=models.facts,
         policy=policy, ref=ref, optimizer=optimizer,
     )  # fmt: skip
     kl_coef = progress.values.setdefault("kl_coef", config.kl_coef)
     traces = Traces(progress, models.tokenizer, stage.rollout_batch)  # what report.html shows
     rollout = traces.around(rollout_in_pieces(stage.rollout_batch, run.dtype != "float32"))
     for numbers in progress.remaining(full_batches(len(prompts), config.batch_size, run.seed)):
-        step, rows = progress.step, [prompts[i] for i in numbers]
+        step, asked = progress.step, [prompts[i] for i in numbers]
         lr = set_lr(optimizer, progress.rate())
         if step == 0:
-            check_start(policy, ref, models.score, rows, config, stage, run.dtype)
-        batch, metrics = ppo_iteration(
-            policy, ref, models.score, rows, optimizer, config, kl_coef, rollout, stage.micro_batch
-        )
+            check_start(policy, ref, models.score, asked, config, stage, run.dtype)
+        batch, metrics = iterate(
+            policy, ref, models.score, asked, optimizer, config, kl_coef, rollout,
+            stage.micro_batch, *more, *rows,
+        )  # fmt: skip
         traces.record(policy, batch, metrics, config)
         if config.epochs == 1:
             del metrics["passes"]  # of a single pass they are the same numbers again
@@ -74,34 +76,41 @@ def main():
         )
         if config.ref_update_every and (step + 1) % config.ref_update_every == 0:
             ref.load_state_dict(policy.state_dict(), strict=False)  # less a separate critic
-        tokens = sum(map(len, rows)) + int(batch["mask"].sum())
+        tokens = int(row_lengths(batch["mask"]).sum())
         progress.end_step(tokens, ["score", "kl", "entropy", "eos_rate"], **metrics, lr=lr)
-    finish(policy, sft, models, val_prompts, prompts, progress, run, config, stage)
+    finish(models, val_prompts, prompts, run, config, stage, progress)
 
 
-def load(run, config, stage):
-    """-> the models that stages 1 and 2 have made, and the prompts for training and the report."""
+def load(run, config, stage, also=()):
+    """-> the models that stages 1 and 2 have made, the prompts for training and for the report, and
+    the training rows of the files named in `also`, all as ids."""
     models = load_models(
         stage.models or run.out, run.device, stage.reward, stage.policy, stage.reference
     )
+    if stage.separate_critic:
+        add_critic(models.policy, models.reward_model)
     context = models.policy.config.context
     prompts, val_prompts = (
         [ids for (ids,) in read_ids(run.data, "prompts", split, models.tokenizer, context)]
         for split in ("train", "val")
     )
-    print(f"PPO on {run.device}: {len(prompts):,} prompts")
+    rows = [read_ids(run.data, task, "train", models.tokenizer, context) for task in also]
+    print(f"training on {run.device}: {len(prompts):,} prompts")
     warn_of(prompts, models, config)
-    return models, prompts, val_prompts
+    return models, prompts, val_prompts, rows
 
 
-def finish(policy, sft, models, val_prompts, prompts, progress, run, config, stage):
+def finish(models, val_prompts, prompts, run, config, stage, progress=None):
     """The policy is saved and measured; out/report.html shows how it came about."""
+    policy, sft = models.policy, models.reference
     save_checkpoint(run.out / "ppo.pt", "ppo", policy, models.tokenizer)
-    progress.done()
+    if progress:
+        progress.done()
     print(f"saved {run.out / 'ppo.pt'}{'' if stage.no_report else '; now the report'}")
     if not stage.no_report:
         print_report(make_report(policy, sft, models, val_prompts, prompts, run, config, stage))
-    print(f"open {write_page(run.out, stage.models)} in a browser to see the run")
+    if progress:  # without, there is no log
+        print(f"open {write_page(run.out, stage.models)} in a browser to see the run")
 
 
 if __name__ == "__main__":

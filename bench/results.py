@@ -37,16 +37,31 @@ BETAS = (0.03, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0, 5.0)
 ABLATIONS = {
     "default": "",
     "no clipping": "--clip_eps inf --value_clip inf",
+    "clip at 0.1": "--clip_eps 0.1",
+    "clip at 0.3": "--clip_eps 0.3",
+    "four passes": "--epochs 4",
+    "four passes, no clipping": "--epochs 4 --clip_eps inf --value_clip inf",
+    "four passes, lower lr": f"--epochs 4 --lr {PPOConfig.lr / 4:g}",
+    "four passes, lower lr, no clipping": f"--epochs 4 --lr {PPOConfig.lr / 4:g} --clip_eps inf --value_clip inf",
     "one step per batch": "--minibatches 1",
     "no value function": "--lam 1 --vf_coef 0",
     "lam = 0": "--lam 0",
     "lam = 0.95": "--lam 0.95",
+    "gamma = 0.95": "--gamma 0.95",
+    "value loss x 5": "--vf_coef 0.5",
+    "value loss x 10": "--vf_coef 1",
     "no advantage whitening": "",
+    "entropy bonus 0.01": "--entropy_coef 0.01",
+    "entropy bonus 0.1": "--entropy_coef 0.1",
+    "KL in the loss too": "--kl_loss_coef 0.05",
     "KL in the loss": "--kl_coef 0 --kl_loss_coef 0.2",
     "beta = 0": "--kl_coef 0",
     "beta = 0.03": "--kl_coef 0.03",
     "beta = 0.3": "--kl_coef 0.3",
     "adaptive KL, target 3": "--kl_target 3 --kl_horizon 5000",
+    "reference moves, every iteration": "--ref_update_every 1",
+    "reference moves, every 50": "--ref_update_every 50",
+    "length penalty": "--length_penalty 0.05",
     "separate critic": "--separate_critic",
     "scores not normalised": "",
     "a quarter of the pairs": "",
@@ -59,6 +74,7 @@ FILES = {
     "train_rm.py": "stage 2: learn which answers are preferred",
     "train_ppo.py": "stage 3: raise the score, stay close",
     "sample.py": "talk to a trained model",
+    "variations/": "PPO's neighbours, each a small change of it",
     "plumbing/": "flags, tokenizer, data folders, checkpoints, resuming, the report, the Hugging Face bridge",
     "data/": "the default data and its judge; converters",
     "tests/": "the specification, the proof, the known bugs",
@@ -121,20 +137,19 @@ def recorded_ppo(name, seed, flags):
 
     models, out = models_of(name, seed), folder(name, seed)
     tokenizer = load_checkpoint(models / "sft.pt", ("sft",))[1]
-    iterate, grades = train_ppo.ppo_iteration, []
+    grades = []
 
     def iterate_and_judge(*args, **kwargs):
-        batch, metrics = iterate(*args, **kwargs)
+        batch, metrics = minippo.ppo_iteration(*args, **kwargs)
         prompts, responses = texts_of(tokenizer, batch["tokens"], batch["mask"])
         grades.append(sum(map(judge, prompts, responses)) / len(prompts))
         (out / "judge.json").write_text(json.dumps(grades))
         return batch, metrics
 
-    train_ppo.ppo_iteration = iterate_and_judge
     if name == "no advantage whitening":
         minippo.whiten = lambda x, mask: torch.where(mask, x, 0.0)
     sys.argv = ["train_ppo.py", "--models", str(models), "--out", str(out), "--seed", str(seed), *flags]
-    run_script(train_ppo.main)
+    run_script(lambda: train_ppo.main(iterate_and_judge))
 
 
 def missing():
@@ -328,7 +343,7 @@ def tables(results):
     head = ["seed", "SFT above the entropy, nats/token", "RM below its ceiling", "judge, share of the way to 3", "wins against SFT",
             "KL", "end-of-text", "optimality", "on seen prompts", "on unseen prompts", "jumps of the KL"]  # fmt: skip
     out["seeds"] = table(head, rows)
-    more = (gap_table, passes_table, accident_tables, ablation_tables, other_tables, memory_tables, screens)
+    more = (gap_table, passes_table, accident_tables, ablation_tables, other_tables, memory_tables, neighbour_tables, screens)
     return out | {name: text for make in more for name, text in make(results).items()}
 
 
@@ -457,6 +472,16 @@ def accident_tables(results):
             for name, x in accident["cures"].items()]  # fmt: skip
     out["cures"] = table(["changed", "", "iterations with a response astray", "low scores, nats per token, at the end"], rows)
     return out
+
+
+def neighbour_tables(results):
+    """What bench.ladder has computed and bench.neighbours measured, if they have."""
+    from bench import ladder, neighbours  # which import this file
+
+    return {
+        name: text for key, module in (("ladder", ladder), ("neighbours", neighbours)) if key in results
+        for name, text in module.tables(results).items()
+    }  # fmt: skip
 
 
 def splice(document, name, text):

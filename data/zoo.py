@@ -285,15 +285,20 @@ def demonstration(rng, prompts):
     return {"prompt": prompt, "completion": draw(rng, prompt, BROKEN["sft"])}
 
 
+def label(rng, prompt, a, b):
+    """A row of the pairs, labelled with noise, by Bradley-Terry: P(a is chosen over b) = sigmoid(judge(a) - judge(b))."""
+    if rng.random() >= sigmoid(judge(prompt, a) - judge(prompt, b)):
+        a, b = b, a
+    return {"prompt": prompt, "chosen": a, "rejected": b}
+
+
 def preference(rng, prompts):
-    """Two different answers of the crowd, labelled by Bradley-Terry: P(a is chosen over b) = sigmoid(judge(a) - judge(b))."""
+    """Two different answers of the crowd, labelled."""
     prompt = rng.choices(prompts)[0]
     a = b = draw(rng, prompt, BROKEN["pref"])
     while b == a:
         b = draw(rng, prompt, BROKEN["pref"])
-    if rng.random() >= sigmoid(judge(prompt, a) - judge(prompt, b)):
-        a, b = b, a
-    return {"prompt": prompt, "chosen": a, "rejected": b}
+    return label(rng, prompt, a, b)
 
 
 def silent(what, rows):

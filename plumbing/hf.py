@@ -178,6 +178,20 @@ def export(path, folder):
     print(f"wrote {folder}: {kind.__name__}, {sum(p.numel() for p in out.parameters()) / 1e6:.2f} M parameters")
 
 
+def read_scorer(folder):
+    """An exported reward model as a function of B prompts and B responses that have ended -> B floats."""
+    transformers = need_transformers()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+
+    @torch.no_grad()
+    def score(prompts, responses):
+        rows = tokenizer(prompts, responses, padding=True, return_tensors="pt")  # it appends the end token
+        return model(rows["input_ids"], attention_mask=rows["attention_mask"]).logits[:, 0].tolist()
+
+    return score
+
+
 def main():
     (words,) = read_flags(__doc__, positional="export CHECKPOINT FOLDER")
     if len(words) != 3 or words[0] != "export":

@@ -35,6 +35,7 @@ LIMITS = {
     "kl_coef": (0, 1e6), "kl_target": (1e-6,), "kl_horizon": (1,), "kl_loss_coef": (0, 1e6), "gamma": (0, 1), "lam": (0, 1),
     "clip_eps": (0,), "value_clip": (0,), "vf_coef": (0,), "entropy_coef": (0,), "length_penalty": (0, 1e6),
     "missing_eos_penalty": (0, 1e6), "ref_update_every": (0,),
+    "k": (2,), "watch": (1,), "penalty": (0,), "target": (0,), "members": (1,), "rounds": (1,), "pairs": (1,),  # of variations/
 }  # fmt: skip
 # Flags that would be ignored in silence: those without another one, and those that another one replaces.
 NEEDS = {"kl_target": "kl_horizon", "critic_lr": "separate_critic"}

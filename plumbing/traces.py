@@ -100,8 +100,8 @@ class Traces:
         self.file = open(self.path, "a", encoding="utf-8")
 
     def due(self):
-        """Is the iteration in work one to be recorded?"""
-        return recorded(self.progress.step + 1, self.progress.steps)
+        """Is the iteration in work one to be recorded? None of another algorithm is: the numbers are PPO's."""
+        return not self.progress.settings.get("algorithm") and recorded(self.progress.step + 1, self.progress.steps)
 
     def around(self, rollout):
         """The same function; when it is called in an iteration to be recorded, the tracked responses are looked at too."""

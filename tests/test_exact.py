@@ -11,6 +11,7 @@ import math
 import pytest
 import torch
 
+from bench import ladder
 from minippo import (
     PPOConfig,
     RewardModel,
@@ -59,11 +60,11 @@ def score_by(reward_model):
 class Task:
     """Policy, reference and reward model with random weights in float64, and every response to every prompt as one batch."""
 
-    def __init__(self, vocab_size=4, horizon=3, temperature=1.0, kl_coef=0.1):
-        self.temperature, self.kl_coef = temperature, kl_coef
+    def __init__(self, vocab_size=4, horizon=3, temperature=1.0, kl_coef=0.1, prompts=PROMPTS):
+        self.temperature, self.kl_coef, self.prompts = temperature, kl_coef, prompts
         self.policy, self.ref = tiny_gpt(vocab_size), frozen_copy(tiny_gpt(vocab_size))
         score = score_by(stir(RewardModel(self.policy.config).double(), 0.5))
-        rows = [(prompt, response) for prompt in PROMPTS for response in responses(vocab_size, horizon)]
+        rows = [(prompt, response) for prompt in prompts for response in responses(vocab_size, horizon)]
         self.tokens, self.mask = pad_completions(rows)
         config = PPOConfig(length_penalty=0.1, missing_eos_penalty=0.5)
         self.scores, ended = score_responses(score, self.tokens, self.mask, config, vocab_size - 1)
@@ -86,7 +87,7 @@ class Task:
         """J, summed over the prompts: sum of p(y) (score(y) - beta log p(y) / ref(y))."""
         logprobs = self.logprobs().sum(1)
         ref_logprobs = evaluate_actions(self.ref, self.tokens, self.mask, self.temperature)[0].sum(1)
-        assert_equal(logprobs.exp().sum(), f64(float(len(PROMPTS))))  # nothing that could be sampled is missing
+        assert_equal(logprobs.exp().sum(), f64(float(len(self.prompts))))  # nothing that could be sampled is missing
         return (logprobs.exp() * (self.scores - self.kl_coef * (logprobs - ref_logprobs))).sum()
 
     def gradient(self, x):
@@ -161,6 +162,46 @@ def test_with_perfect_values_the_expected_update_is_exact_at_any_lambda():
     for lam in (0.0, 0.5, 0.95, 1.0):
         advantages, _ = gae(rewards, values, task.mask, 1.0, lam)
         assert_equal(task.step(batch | {"advantages": weight * advantages}), exact, 1e-9)
+
+
+@pytest.fixture(scope="module")
+def rungs():
+    """The ladder in a task where the values are perfect: how much the gradient of one response varies, and how far it is off on
+    average."""
+    return [(task, ladder.ladder(*task, kl_coef=0.5)) for task in (ladder.task(3, 3, seed) for seed in range(2))]
+
+
+def test_each_rung_from_reinforce_to_ppo_takes_away_variance_and_adds_no_bias(rungs):
+    names = ["total return", "reward-to-go", "less the value", "GAE, lam = 0.95"]
+    for _, ladder_of_task in rungs:
+        assert list(ladder_of_task) == names
+        variances = [ladder_of_task[name]["variance"] for name in names]
+        assert all(after < 0.99 * before for before, after in itertools.pairwise(variances))
+        assert all(ladder_of_task[name]["bias"] < 1e-9 for name in names)
+
+
+def test_the_variances_of_the_ladder_are_those_of_the_gradients_of_single_responses(rungs):
+    (policy, ref, scores, tokens, mask, prompts), measured = rungs[0]
+    logprobs, ref_logprobs = (evaluate_actions(x, tokens, mask)[0].detach() for x in (policy, ref))
+    rewards = kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, 0.5)
+    chances, returns = logprobs.sum(1).exp(), rewards.flip(1).cumsum(1).flip(1)
+    values = ladder.perfect_values(tokens, mask, returns, chances)
+    gradients = {name: [] for name in measured}
+    for row in range(len(mask)):
+        r, v = rewards[row, mask[row]], values[row, mask[row]]
+        to_go = r.flip(0).cumsum(0).flip(0)
+        delta = r + torch.cat([v[1:], v.new_zeros(1)]) - v
+        lam = [sum(0.95 ** (s - t) * delta[s] for s in range(t, len(r))) for t in range(len(r))]
+        for name, A in zip(measured, (r.sum().expand(len(r)), to_go, to_go - v, torch.stack(lam)), strict=True):
+            log_p = evaluate_actions(policy, tokens[[row]], mask[[row]])[0][0, mask[row]]
+            g = torch.autograd.grad((A * log_p).sum(), list(policy.trunk.parameters()))
+            gradients[name].append(torch.cat([x.flatten() for x in g]))
+    for name, rows in gradients.items():
+        expected = 0.0
+        for prompt in range(3):
+            p, g = chances[prompts == prompt][:, None], torch.stack(rows)[prompts == prompt]
+            expected += (p * g**2).sum() - (p * g).sum(0).square().sum()  # E|g|^2 - |E g|^2
+        assert expected.item() == pytest.approx(measured[name]["variance"], rel=1e-9)
 
 
 def test_the_expected_step_of_the_kl_loss_is_the_gradient_of_the_kl_in_the_states_visited():

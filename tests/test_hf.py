@@ -158,6 +158,17 @@ def test_an_exported_reward_model_gives_the_normalised_scores_in_transformers_al
     assert theirs.config.num_labels == 1 and ours.std() > 1e-3
 
 
+def test_an_exported_reward_model_is_read_back_as_a_function_of_texts(tmp_path, tokenizer):
+    scorer = small("rm", tokenizer)
+    save_checkpoint(tmp_path / "rm.pt", "rm", scorer, tokenizer)
+    hf.export(tmp_path / "rm.pt", tmp_path / "out")
+    prompts, responses = [TEXTS[0]] * 2, [TEXTS[1], ""]
+    scores = hf.read_scorer(tmp_path / "out")(prompts, responses)
+    for prompt, response, score in zip(prompts, responses, scores, strict=True):
+        ids = tokenizer.encode(prompt) + tokenizer.encode(response) + [tokenizer.eos]
+        assert score == pytest.approx(scorer(torch.tensor([ids]), torch.tensor([len(ids)])).item(), abs=1e-4)
+
+
 def test_the_tokenizer_of_an_exported_reward_model_ends_and_pads_texts_so_that_the_scores_are_ours(tmp_path, tokenizer):
     scorer = small("rm", tokenizer)
     save_checkpoint(tmp_path / "rm.pt", "rm", scorer, tokenizer)

@@ -20,6 +20,7 @@ from plumbing.training import (
     FitConfig, adamw, add_critic, batches, first_model, full_batches, join, length, pair_scores, rollout_in_pieces, set_lr, some,
 )  # fmt: skip
 from tiny import assert_equal, noise, tiny_gpt, tiny_reward_model
+from variations import best_of_n, dpo, ensemble, grpo, iterate, ppo_penalty, reinforce, rloo, sequence_ppo
 
 # Batches
 
@@ -185,8 +186,10 @@ def test_some_rows_are_spread_over_all(count, n, rest):
 # Flags
 
 
+VARIATIONS = (reinforce.ReinforceConfig, rloo.RLOOConfig, grpo.GRPOConfig, sequence_ppo.SequenceConfig, ppo_penalty.PenaltyConfig,
+              best_of_n.BestConfig, dpo.DPOConfig, ensemble.EnsembleConfig, iterate.IterateConfig)  # fmt: skip
 CLASSES = (RunConfig, GPTConfig, PPOConfig, FitConfig, train_sft.InitConfig, train_rm.AnswerConfig, train_ppo.StageConfig,
-           sample.SampleConfig)  # fmt: skip
+           sample.SampleConfig, *VARIATIONS)  # fmt: skip
 
 
 @pytest.mark.parametrize("owner", CLASSES)

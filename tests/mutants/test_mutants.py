@@ -14,7 +14,7 @@ import torch
 from catalogue import MUTANTS
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [*(path.name for path in ROOT.glob("*.py")), "pyproject.toml", "plumbing", "bench", "tests"]
+SOURCES = [*(path.name for path in ROOT.glob("*.py")), "pyproject.toml", "plumbing", "variations", "bench", "tests"]
 os.environ["OMP_NUM_THREADS"] = "1"
 
 

@@ -1,0 +1,70 @@
+"""Three reward models instead of one, against reward hacking: their mean, or the lowest score.
+
+    python -m variations.ensemble                              trains them in out/ensemble/1, 2, 3
+    python train_ppo.py --models out --out out/minimum --reward variations.ensemble:minimum
+
+PPO finds where a reward model errs upwards. Reward models of several seeds err in different places
+(Coste et al., arXiv:2310.02743). Only the score differs from PPO:
+
+    variations.ensemble:mean       1/m * sum of r_i(x, y)    an error counts for an m-th
+    variations.ensemble:minimum    min of r_i(x, y)          high only where all agree
+
+All start from one SFT model and may share its errors (Eisenstein et al., arXiv:2312.09244). They
+are read from the folder that the environment variable ENSEMBLE names, or from out/ensemble.
+"""
+
+import functools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from plumbing.checkpoints import load_checkpoint
+from plumbing.settings import RunConfig, UserError, read_flags, run_script
+from plumbing.text import encode_rows, pad
+from variations import ROOT, copy_files, run_script_apart
+
+
+@dataclass
+class EnsembleConfig:
+    data: str = RunConfig.data  # folder with the pairs
+    models: str = "out"  # folder of sft.pt
+    out: str = "out/ensemble"  # folder for the reward models, 1/rm.pt and so on; it goes on there
+    members: int = 3  # reward models; their seeds are 1, 2, ...
+
+
+def main():
+    (config,) = read_flags(__doc__, EnsembleConfig())
+    for seed in range(1, config.members + 1):
+        out, flags = Path(config.out) / str(seed), ["--data", config.data, "--seed", seed]
+        copy_files(config.models, "sft.pt", out)
+        run_script_apart(ROOT / "train_rm.py", "--out", out, "--resume", *flags)
+
+
+@functools.cache
+def members(folder):
+    if not (found := sorted(Path(folder).glob("*/rm.pt"))):
+        raise UserError(f"{folder}/*/rm.pt: not found; python -m variations.ensemble makes them")
+    return [load_checkpoint(path, ["rm"], RunConfig().device) for path in found]
+
+
+@torch.no_grad()
+def scores(prompts, responses):
+    """m reward models, B prompts and responses -> (m, B), each normalised by its train_rm.py."""
+    models, tokenizers, _ = zip(*members(os.environ.get("ENSEMBLE", "out/ensemble")))
+    rows = encode_rows(list(zip(prompts, responses)), tokenizers[0], models[0].config.context)
+    rows = pad([prompt + response for prompt, response in rows], models[0].mean.device)
+    return torch.stack([model(*rows) for model in models])
+
+
+def mean(prompts, responses):
+    return scores(prompts, responses).mean(0).tolist()
+
+
+def minimum(prompts, responses):
+    return scores(prompts, responses).amin(0).tolist()
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,70 @@
+"""Iterated RLHF: the judge labels what PPO writes, the reward model learns from it, PPO runs again.
+
+    python -m variations.iterate                        after train_sft.py and train_rm.py
+    python -m variations.iterate --ppo "--kl_coef 0"    where nothing but the labels holds PPO back
+
+A reward model is right near the text of its pairs, and PPO leaves it. So let the pairs follow
+(Christiano et al., arXiv:1706.03741, section 2.2; Bai et al., arXiv:2204.05862, section 4.5). Each
+round has a folder, out/iterate/1 and so on: ppo.pt, PPO with the reward model of the round before;
+data/, the pairs so far and new ones, an answer of ppo.pt beside one of sft.pt, labelled as the data
+was: P(a over b) = sigmoid(judge(a) - judge(b)); rm.pt, of all of these. (All start from sft.pt.)
+"""
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from data.zoo import label
+from minippo import PPOConfig
+from plumbing.checkpoints import load_checkpoint
+from plumbing.report import respond
+from plumbing.settings import RunConfig, read_flags, run_script
+from plumbing.text import load_jsonl
+from variations import ROOT, copy_files, run_script_apart
+
+
+@dataclass
+class IterateConfig:
+    data: str = RunConfig.data  # folder of the default data
+    models: str = "out"  # folder of sft.pt and of the first rm.pt
+    out: str = "out/iterate"  # folder for the rounds; where they were interrupted, they go on
+    rounds: int = 3  # times that PPO runs; a new reward model is trained before each but the first
+    pairs: int = 8000  # new pairs in a round, less those of two equal answers
+    seed: int = 0  # seed of everything random
+    ppo: str = ""  # more flags for train_ppo.py, in quotes
+
+
+def main():
+    (config,) = read_flags(__doc__, IterateConfig())
+    models, data, more = config.models, Path(config.data), config.ppo.split()
+    for number in range(1, config.rounds + 1):
+        out = Path(config.out) / str(number)
+        same = "--out", out, "--seed", config.seed, "--resume", "--data"
+        run_script_apart(ROOT / "train_ppo.py", *same, config.data, "--models", models, *more)
+        if number < config.rounds:
+            copy_files(config.models, "sft.pt", out)
+            copy_files(data, "pr*.jsonl", out / "data")  # pairs and prompts
+            models, data = out, out / "data"
+            rows = map(json.dumps, new_pairs(out, config.pairs, config.seed + number))
+            with open(data / "pref_train.jsonl", "a") as file:
+                print(*rows, sep="\n", file=file)
+            run_script_apart(ROOT / "train_rm.py", *same, data)
+
+
+def new_pairs(out, count, seed):
+    """-> rows like those of pref_train.jsonl: what ppo.pt and sft.pt answer, where they differ."""
+    rng, answers = random.Random(seed), []
+    rows = rng.choices(load_jsonl(out / "data" / "prompts_train.jsonl", ["prompt"]), k=count)
+    torch.manual_seed(seed)
+    for kind in ("ppo", "sft"):
+        model, tokenizer, _ = load_checkpoint(out / f"{kind}.pt", [kind], RunConfig().device)
+        asked = [tokenizer.encode(prompt) for (prompt,) in rows], 1, tokenizer, PPOConfig()
+        answers += [respond(model, model, lambda _, mask: 0.0 * mask.sum(1), *asked)[1]]
+    return [label(rng, prompt, a, b) for (prompt,), a, b in zip(rows, *answers) if a != b]
+
+
+if __name__ == "__main__":
+    run_script(main)

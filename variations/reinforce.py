@@ -1,0 +1,65 @@
+"""REINFORCE: every token's log pi times what came of it. PPO without the clip and without lambda.
+
+    python -m variations.reinforce                   after train_sft.py and train_rm.py
+    python -m variations.reinforce --credit total    a token answers for the whole response
+    python -m variations.reinforce --baseline        less the value of the state, as PPO does
+
+With the reward r_t of a token (section 5 of minippo.py) and the value V(s_t) of the state before it
+
+    grad J = E[ sum_t grad log pi(a_t | s_t) A_t ]
+        --credit total    A_t = r_1 + ... + r_T      Williams (1992), "episodic REINFORCE"
+        --credit to_go    A_t = r_t + ... + r_T      no token changes the rewards before it
+        --baseline        A_t = the same - V(s_t)    Williams' "reinforcement baseline"
+
+(Machine Learning 8, pages 229 to 256.) On average each is the gradient of J, whatever the values
+are; tests/test_variations.py checks it to 1e-9. They differ in variance: bench/ladder.py computes
+it. Advantages are not whitened, because the mean of the batch would be one more baseline.
+
+The gradient is this one as long as the policy is the one that has sampled, so in the first of the
+--minibatches. In the others the ratio corrects for the steps before, and no clip limits it.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+import train_ppo
+from minippo import gae, kl_adjusted_rewards
+from plumbing.settings import run_script
+from variations import update
+
+
+@dataclass
+class ReinforceConfig:
+    credit: str = "to_go"  # the rewards a token answers for: total (all) or to_go (from it on)
+    baseline: bool = False  # subtract the value of the state
+
+    def __post_init__(self):
+        if self.credit not in ("total", "to_go"):
+            raise ValueError(f"--credit {self.credit}: should be total or to_go")
+
+
+def reinforce_advantages(rewards, values, mask, credit):
+    """(B, T-1) each, values 0 for no baseline -> advantages and returns."""
+    to_go, returns = gae(rewards, values, mask, 1.0, 1.0)  # lam = 1: the return less the value
+    total = torch.where(mask, rewards.sum(1, keepdim=True) - values, 0.0)
+    return {"total": total, "to_go": to_go}[credit], returns
+
+
+def reinforce_iteration(
+    policy, ref, score, prompts, optimizer, config, kl_coef, rollout, micro_batch, own
+):
+    batch = rollout(policy, ref, score, prompts, config)
+    logprobs, ref_logprobs, mask = batch["logprobs"], batch["ref_logprobs"], batch["mask"]
+    rewards = kl_adjusted_rewards(batch["scores"], logprobs, ref_logprobs, mask, kl_coef)
+    values = batch["values"] * own.baseline
+    advantages, returns = reinforce_advantages(rewards, values, mask, own.credit)
+    batch |= {"rewards": rewards, "advantages": advantages, "returns": returns}
+    config = replace(config, clip_eps=math.inf, vf_coef=config.vf_coef * own.baseline)
+    return update(policy, optimizer, batch, config, kl_coef, micro_batch)
+
+
+if __name__ == "__main__":
+    flags = {"own": [ReinforceConfig()], "without": ["gamma", "lam", "clip_eps"]}
+    run_script(lambda: train_ppo.main(reinforce_iteration, "reinforce", __doc__, **flags))

@@ -1,0 +1,54 @@
+"""RLOO, REINFORCE leave-one-out: several responses to a prompt are each other's baseline.
+
+    python -m variations.rloo --k 4    after train_sft.py and train_rm.py; writes into out/rloo
+
+PPO asks a value function how much reward is to be expected. RLOO samples k responses to the same
+prompt instead, and compares each with the mean of the others:
+
+    A_i = R_i - 1 / (k - 1) * sum over j != i of R_j        R_i = score_i - beta * KL_i
+
+(Ahmadian et al., arXiv:2402.14740; Kool et al., 2019, "Buy 4 REINFORCE samples, get a baseline for
+free!")
+
+The others know nothing of response i, so on average nothing changes: the expected step is the
+gradient of J (tests/test_variations.py checks it to 1e-9). There is no value function and no lam.
+All tokens of a response have the same advantage: which of them deserve it is averaged out, not
+estimated. It is not whitened. The paper has no clip, because it takes one step on each batch; here
+--clip_eps stays, for the same four steps as in PPO. Each prompt is drawn k times as seldom.
+"""
+
+from dataclasses import dataclass, replace
+
+import train_ppo
+from minippo import kl_per_response
+from plumbing.settings import run_script
+from variations import CRITIC, groups, update
+
+
+@dataclass
+class RLOOConfig:
+    k: int = 4  # responses to each prompt, of which batch_size / k are drawn
+
+
+def leave_one_out(rewards, k):
+    """(B,), the k responses to a prompt in a row -> each less the mean of the k - 1 others."""
+    rewards = rewards.view(-1, k)
+    others = (rewards.sum(1, keepdim=True) - rewards) / (k - 1)
+    return (rewards - others).flatten()
+
+
+def rloo_iteration(
+    policy, ref, score, prompts, optimizer, config, kl_coef, rollout, micro_batch, own
+):
+    batch = rollout(policy, ref, score, groups(prompts, own.k), config)
+    mask = batch["mask"]
+    kl, _ = kl_per_response(batch["logprobs"], batch["ref_logprobs"], mask)
+    rewards = batch["scores"] - kl_coef * kl  # (B,)
+    batch["advantages"] = leave_one_out(rewards, own.k)[:, None] * mask
+    batch["returns"] = rewards[:, None] * mask  # only for the log: nothing learns from it
+    return update(policy, optimizer, batch, replace(config, vf_coef=0.0), kl_coef, micro_batch)
+
+
+if __name__ == "__main__":
+    flags = {"own": [RLOOConfig()], "without": CRITIC}
+    run_script(lambda: train_ppo.main(rloo_iteration, "rloo", __doc__, **flags))
