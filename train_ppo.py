@@ -51,7 +51,7 @@ def main(iterate=ppo_iteration, name="", doc=__doc__, own=(), without=(), also=(
     optimizer = adamw(policy, config.lr, 0.0, stage.critic_lr, stage.head_lr, stage.adam_eps)
     progress = Progress(
         "ppo", run, (config, stage, *more), config.steps, config.warmup,
-        algorithm=name, fall=config.steps // 2,  # the learning rate keeps its peak for half of the run
+        algorithm=name, fall=config.steps // 2,  # the learning rate keeps its peak until then
         data=(prompts, models.tokenizer.tokens, *rows), made_from=models.facts,
         policy=policy, ref=ref, optimizer=optimizer,
     )  # fmt: skip

@@ -44,7 +44,7 @@ def test_six_settings_of_each_are_tried_three_learning_rates_and_two_values_of_i
     assert rates == {float(f"{rate * PPO.lr:g}") for rate in x.rates} and values == {float(f"{value:g}") for value in x.values}
 
 
-@pytest.mark.parametrize("name", [name for name, x in ALGORITHMS.items() if x.words != neighbours.TORCHRUN])
+@pytest.mark.parametrize("name", [name for name, x in ALGORITHMS.items() if "TRL" not in name])
 def test_every_setting_is_one_that_the_program_takes(name, tmp_path):
     """Flags are read before the models are, and these are missing."""
     x = ALGORITHMS[name]
@@ -103,6 +103,19 @@ def test_the_log_of_trl_gives_the_kl_of_whole_responses(tmp_path):
     assert log == [{"score": float(i), "kl": 2.0, "seconds": 5.0 * i} for i in range(1, 5)]
 
 
+def test_a_run_that_cannot_go_on_is_not_told_to(home):
+    for name in ALGORITHMS:
+        first, *_ = Bench(40, 1).searches(name).values()
+        assert ("--resume" in first.words) == ("TRL" not in name), name
+
+
+@pytest.mark.parametrize("trl", [None, object()])
+def test_the_rows_of_trl_are_there_where_trl_is(monkeypatch, trl):
+    monkeypatch.setattr(neighbours, "find_spec", lambda name: trl)
+    assert [name for name in Bench(40, 1).names if "TRL" in name] == (["PPO of TRL", "GRPO of TRL"] if trl else [])
+    assert len(Bench(40, 1).names) == len(ALGORITHMS) - 2 * (trl is None)
+
+
 @pytest.mark.parametrize("code, status", [(0, 0), (2, 2), (1, None), (130, None)])
 def test_a_job_that_was_stopped_runs_again_and_one_that_has_ended_does_not(tmp_path, code, status):
     job = Job(["-c", CODE, code], tmp_path / "job", env={"MORE": "x"})
@@ -116,7 +129,7 @@ def test_a_job_that_was_stopped_runs_again_and_one_that_has_ended_does_not(tmp_p
 def test_against_hacking_all_run_at_the_default_beta_and_at_0_and_ensembles_find_their_reward_models(home):
     bench = Bench(30, 2)
     jobs = bench.hacking()
-    assert list(jobs) == [(name, beta) for beta in (BETA, 0.0) for name in (*neighbours.SCORERS, "three rounds")]
+    assert list(jobs) == [(name, beta) for beta in (0.0, BETA) for name in (*neighbours.SCORERS, "three rounds")]
     homes = [job.out for job in bench.ensembles()]
     for (name, beta), seeds in jobs.items():
         for seed, job in enumerate(seeds):

@@ -19,12 +19,13 @@ import torch
 
 import train_ppo
 import variations
+from bench import trl_ppo
 from cli import metrics, run, same_weights, shell
 from data import zoo
 from minippo import GPT, GPTConfig, PPOConfig, RewardModel, evaluate_actions, frozen_copy, ppo_loss, whiten
 from plumbing import settings
 from plumbing.checkpoints import load_checkpoint, save_checkpoint
-from plumbing.hf import export
+from plumbing.hf import END, export
 from plumbing.settings import UserError
 from plumbing.text import Tokenizer, load_jsonl, pad, pad_completions
 from test_exact import Task, responses
@@ -761,6 +762,61 @@ def test_trl_gets_the_options_that_mean_what_ours_do(trl, models, tmp_path, monk
     outgrow.train_grpo(run_config, config, stage, grpo.GRPOConfig(8, no_std=True, no_length=True), [[1]], tokenizer, 1)
     assert (made["arguments"].scale_rewards, made["arguments"].loss_type) == ("none", "dapo")
     assert made["arguments"].per_device_train_batch_size == 8
+
+
+def test_the_ppo_of_trl_gets_the_options_that_mean_what_ours_do(trl, models, tmp_path, monkeypatch):
+    from trl.experimental import ppo
+
+    made, calls = {}, []
+
+    class Trainer:
+        def __init__(self, arguments, padder, policy, ref, reward_model, rows, critic, eval_dataset):
+            made.update(arguments=arguments, padder=padder, policy=policy, ref=ref, scorer=reward_model, rows=rows, critic=critic)
+            history = [{"objective/scores": 1.5, "objective/kl": 2.5, "episode": 64, "eps": 16}]
+            self.state = type("State", (), {"log_history": history})
+
+        def train(self):
+            calls.append("train")
+
+        def save_model(self, folder):
+            calls.append(folder)
+
+    monkeypatch.setattr(ppo, "PPOTrainer", Trainer)
+    sft, scorer, tokenizer = small_models(tmp_path)
+    for kind in ("sft", "rm"):
+        export(tmp_path / f"{kind}.pt", tmp_path / kind)
+    config = PPOConfig(steps=7, batch_size=32, minibatches=4, epochs=2, lr=0.03, warmup=3, kl_coef=0.2, clip_eps=0.3,
+                       value_clip=0.6, max_grad_norm=0.7, temperature=0.8, max_new_tokens=9, missing_eos_penalty=0.5, gamma=0.9,
+                       lam=0.8, vf_coef=0.4)  # fmt: skip
+    run_config, stage = settings.RunConfig(out=tmp_path, device="cpu", seed=6), train_ppo.StageConfig(adam_eps=0.02)
+    trl_ppo.train(run_config, config, stage, None, [[1, 2], [3]], tokenizer, 1)
+    expected = {
+        "per_device_train_batch_size": 32, "gradient_accumulation_steps": 1, "num_mini_batches": 4, "num_ppo_epochs": 2,
+        "total_episodes": 224, "learning_rate": 0.03, "warmup_steps": 3, "kl_coef": 0.2, "kl_estimator": "k1", "cliprange": 0.3,
+        "cliprange_value": 0.6, "max_grad_norm": 0.7, "temperature": 0.8, "response_length": 9, "missing_eos_penalty": 0.5,
+        "gamma": 0.9, "lam": 0.8, "vf_coef": 0.4, "adam_epsilon": 0.02, "adam_beta2": 0.95, "seed": 6, "stop_token": "eos",
+        "lr_scheduler_type": "linear", "weight_decay": 0.0, "whiten_rewards": False, "bf16": False, "use_cpu": True,
+    }  # fmt: skip
+    assert {name: getattr(made["arguments"], name) for name in expected} == expected
+    assert made["rows"]["input_ids"] == [[1, 2], [3]] and calls == ["train", tmp_path / "policy"]
+    assert made["padder"].padding_side == "left" and made["padder"].pad_token_id == tokenizer.vocab_size
+    assert made["policy"] is not made["ref"] and made["scorer"] is not made["critic"]
+    assert torch.equal(made["policy"].lm_head.weight, sft.trunk.token_embedding.weight)
+    assert torch.equal(made["critic"].score.weight, made["scorer"].score.weight)
+    assert json.loads((tmp_path / "ppo.jsonl").read_text()) == {"score": 1.5, "kl": 2.5, "seconds": 4.0}
+    ids = {token["content"] for token in json.loads((tmp_path / "policy" / "tokenizer.json").read_text())["added_tokens"]}
+    assert ids == {END}  # no token for padding, which the policy does not have
+
+
+def test_what_the_ppo_of_trl_has_trained_is_graded_by_our_report(trl, models, tmp_path):
+    flags = ["--data", models / "zoo", "--models", models, "--out", tmp_path, *OUTGROW, "--steps", "2", "--warmup", "0"]
+    status, printed, error = run("bench/trl_ppo.py", *flags)
+    assert status == 0 and "best of 16" in printed, error
+    policy, _, _ = load_checkpoint(tmp_path / "ppo.pt", ["ppo"])
+    sft, _, _ = load_checkpoint(models / "sft.pt", ["sft"])
+    assert 1e-3 < (weights(policy.trunk) - weights(sft.trunk)).norm() < 10
+    log = [json.loads(line) for line in (tmp_path / "ppo.jsonl").read_text().splitlines()]
+    assert len(log) == 2 and abs(log[0]["kl"]) < 1e-4 and log[0]["seconds"] < log[1]["seconds"]
 
 
 def test_what_trl_has_trained_is_graded_by_our_report(trl, models, tmp_path):

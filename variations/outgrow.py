@@ -17,25 +17,6 @@ from variations import HERE_ALONE
 from variations.grpo import GRPOConfig
 
 
-def main(train=None):
-    if not find_spec("trl"):
-        raise UserError("the package trl is missing; pip install trl==1.12.0")
-    from accelerate import PartialState  # comes with it
-    defaults = RunConfig(out="out/outgrow"), PPOConfig(), train_ppo.StageConfig(models="out")
-    run, config, stage, own = read_flags(__doc__, *defaults, GRPOConfig(), without=HERE_ALONE)
-    models, prompts, val_prompts, _ = train_ppo.load(run, config, stage)
-    processes = PartialState(cpu=run.device == "cpu")
-    if processes.is_main_process:
-        prepare(run)
-        for kind in ("sft", "rm"):
-            export(f"{stage.models}/{kind}.pt", run.out / kind)
-    processes.wait_for_everyone()
-    (train or train_grpo)(run, config, stage, own, prompts, models.tokenizer, processes.num_processes)
-    if processes.is_main_process:
-        models.policy = read_gpt2(run.out / "policy")[0].to(run.device).eval()
-        train_ppo.finish(models, val_prompts, prompts, run, config, stage)
-
-
 def train_grpo(run, config, stage, own, prompts, tokenizer, processes):
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
@@ -64,6 +45,25 @@ def train_grpo(run, config, stage, own, prompts, tokenizer, processes):
     trainer.train()
     trainer.save_model(run.out / "policy")
     trainer.save_state()  # the log, trainer_state.json
+
+
+def main(train=train_grpo):
+    if not find_spec("trl"):
+        raise UserError("the package trl is missing; pip install trl==1.12.0")
+    from accelerate import PartialState  # comes with it
+    defaults = RunConfig(out="out/outgrow"), PPOConfig(), train_ppo.StageConfig(models="out")
+    run, config, stage, own = read_flags(__doc__, *defaults, GRPOConfig(), without=HERE_ALONE)
+    models, prompts, val_prompts, _ = train_ppo.load(run, config, stage)
+    processes = PartialState(cpu=run.device == "cpu")
+    if processes.is_main_process:
+        prepare(run)
+        for kind in ("sft", "rm"):
+            export(f"{stage.models}/{kind}.pt", run.out / kind)
+    processes.wait_for_everyone()
+    train(run, config, stage, own, prompts, models.tokenizer, processes.num_processes)
+    if processes.is_main_process:
+        models.policy = read_gpt2(run.out / "policy")[0].to(run.device).eval()
+        train_ppo.finish(models, val_prompts, prompts, run, config, stage)
 
 
 if __name__ == "__main__":
