@@ -27,7 +27,7 @@ def folder(tmp_path):
     prompts = [{"prompt": f"film {i} is a"} for i in range(70)]
     for task, rows in (("pref", pairs), ("sft", sft), ("prompts", prompts)):
         write(tmp_path / "data" / f"{task}_train.jsonl", rows)
-        write(tmp_path / "data" / f"{task}_val.jsonl", [{"prompt": "x", "chosen": "good", "rejected": "bad", "completion": "y"}])
+        write(tmp_path / "data" / f"{task}_val.jsonl", [{"prompt": "x", "chosen": " good", "rejected": " bad", "completion": " y"}])
     return tmp_path / "data"
 
 
