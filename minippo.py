@@ -515,9 +515,9 @@ class PPOConfig:
     entropy_coef: float = 0.0  # weight of a bonus for entropy, against settling too early
     kl_loss_coef: float = 0.0  # weight of a penalty on the KL per token in the loss (k2)
     # What train_ppo.py does around the iterations:
-    steps: int = 700  # iterations
+    steps: int = 600  # iterations
     batch_size: int = 128  # prompts, and so responses, per iteration
-    lr: float = 6e-4  # peak learning rate of AdamW; after half of the steps it falls to 0
+    lr: float = 8e-4  # peak learning rate of AdamW; it falls linearly to 0
     warmup: int = 5  # iterations in which the learning rate climbs to its peak
     kl_target: float = 6.0  # KL in nats that an adaptive beta steers to; needs a finite kl_horizon
     kl_horizon: float = math.inf  # responses in which beta can change by a fifth; inf: fixed

@@ -50,8 +50,7 @@ def main(iterate=ppo_iteration, name="", doc=__doc__, own=(), without=(), also=(
     policy.eval()  # no dropout, ever: it would make the policy differ from itself
     optimizer = adamw(policy, config.lr, 0.0, stage.critic_lr, stage.head_lr, stage.adam_eps)
     progress = Progress(
-        "ppo", run, (config, stage, *more), config.steps, config.warmup,
-        algorithm=name, fall=config.steps // 2,  # the learning rate keeps its peak until then
+        "ppo", run, (config, stage, *more), config.steps, config.warmup, algorithm=name,
         data=(prompts, models.tokenizer.tokens, *rows), made_from=models.facts,
         policy=policy, ref=ref, optimizer=optimizer,
     )  # fmt: skip

@@ -60,22 +60,19 @@ class Progress:
     """The steps of a run, one after the other, also across interruptions.
 
     configs: the settings that must be the same when it goes on. steps: how many, at most. warmup: how many until the learning
-    rate is at its peak; from there, or from the step `fall` on, it falls in a straight line to 0. automatic: as soon as the
-    validation loss stops falling, the learning rate falls to 0 quickly, and the run ends. data: what it is trained on, which must
-    be the same too. made_from: the figures that came with the checkpoints that the run starts from, {"sft": ..., "rm": ...}, by
-    which they are known again.
+    rate is at its peak; from there it falls in a straight line to 0. automatic: as soon as the validation loss stops falling, the
+    learning rate falls to 0 quickly, and the run ends. data: what it is trained on, which must be the same too. made_from: the
+    figures that came with the checkpoints that the run starts from, {"sft": ..., "rm": ...}, by which they are known again.
     algorithm: the name of what train_ppo.py runs in place of PPO. parts: whatever has a state_dict() (model, optimizer). `values`
     holds the numbers that must survive an interruption.
     """
 
-    def __init__(
-        self, kind, run, configs, steps, warmup=0, automatic=False, fall=0, data=(), made_from=None, algorithm="", **parts
-    ):  # fmt: skip
+    def __init__(self, kind, run, configs, steps, warmup=0, automatic=False, data=(), made_from=None, algorithm="", **parts):
         self.kind, self.state_path, self.log_path = kind, run.out / f"{kind}_state.pt", run.out / f"{kind}.jsonl"
         self.run, self.parts, self.warmup, self.automatic = run, parts, warmup, automatic
         self.best = run.out / f"{kind}_best.pt"  # the best model so far; finished, it becomes {kind}.pt
         self.made_from = made_from or {}
-        self.values = {"step": 0, "steps": steps, "seconds": 0.0, "checks": {}, "fall": [max(warmup, fall), 1.0]}
+        self.values = {"step": 0, "steps": steps, "seconds": 0.0, "checks": {}, "fall": [warmup, 1.0]}
         self.settings = {"rows": fingerprint(*data), "seed": run.seed, "dtype": run.dtype, "steps": steps, "algorithm": algorithm}
         for config in configs:
             self.settings |= {name: x for name, x in dataclasses.asdict(config).items() if name not in FREE}
@@ -176,7 +173,7 @@ class Progress:
         """The share of the peak learning rate: a linear climb, then a straight line from [step, share] down to 0."""
         step, (start, share) = self.step if step is None else step, self.values["fall"]
         climb = (step + 1) / (self.warmup + 1)
-        return min(1.0, climb, share * (self.steps - step) / max(1, self.steps - start))
+        return min(climb, share * (self.steps - step) / max(1, self.steps - start))
 
     def ask(self, number, frame):
         """At the first Ctrl-C or SIGTERM the loop ends its step and saves; a second one kills."""

@@ -31,12 +31,12 @@ def handlers(monkeypatch):
     settings.AT_ERROR.clear()
 
 
-def start(out, steps=10, warmup=2, automatic=False, data=("rows",), config=None, made_from=None, kind="sft", fall=0, **flags):
+def start(out, steps=10, warmup=2, automatic=False, data=("rows",), config=None, made_from=None, kind="sft", **flags):
     """-> a Progress, and the one weight that it trains."""
     weight = torch.nn.Linear(1, 1)
     run, optimizer = RunConfig(out=out, device="cpu", **flags), torch.optim.SGD(weight.parameters(), 1.0)
     parts = {"model": weight, "optimizer": optimizer}
-    return Progress(kind, run, [config or FitConfig()], steps, warmup, automatic, fall, data, made_from, **parts), weight
+    return Progress(kind, run, [config or FitConfig()], steps, warmup, automatic, data, made_from, **parts), weight
 
 
 def go(progress, weight, until=10**9):
@@ -67,14 +67,6 @@ def test_the_learning_rate_climbs_in_the_warm_up_and_falls_to_0_after_the_last_s
         shares.append(progress.rate())
         progress.end_step(1, [])
     assert shares == pytest.approx([1 / 3, 2 / 3, 1, *[(12 - step) / 10 for step in range(3, 12)]])  # one step further it is 0
-
-
-def test_the_learning_rate_can_keep_its_peak_until_a_given_step(tmp_path):
-    progress, _ = start(tmp_path, 12, warmup=2, fall=6)
-    shares = [progress.rate(step) for step in range(12)]
-    assert shares == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1, 1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6])
-    early = start(tmp_path, 12, warmup=4, fall=2)[0]  # the warm-up comes first
-    assert [early.rate(step) for step in (3, 4, 8)] == pytest.approx([4 / 5, 1, 4 / 8])
 
 
 @pytest.mark.parametrize("steps, warmup, share", [(1, 20, 1 / 21), (4, 0, 1.0)])
