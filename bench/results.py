@@ -389,14 +389,16 @@ def ablation_tables(results):
     return out
 
 
-def judged_table(systems):
-    """The film reviews, by a classifier that no training has seen."""
+def judged_tables(systems):
+    """The film reviews, by a classifier that no training has seen: for RESULTS.md, and with fewer figures for README.md."""
     rows = []
     for name, x in systems.items():
         (share, error), (score, score_se), (kl, kl_se) = x["judge"], x["score"], x["kl"]
         kl = "0" if name == "SFT model" else f"{kl:.2f}" + (f" ± {kl_se:.2f}" if kl_se else "")
         rows += [[name, f"{100 * share:.1f} ± {100 * error:.1f}", f"{score:.2f} ± {score_se:.2f}", kl]]
-    return table(["", "favourable, %", "score", "KL"], rows)
+    names, shares, _, kls = zip(*rows)
+    wide = table(["", *names], [["favourable, %", *shares], ["KL", *kls]])
+    return {"judged": table(["", "favourable, %", "score", "KL"], rows), "favourable": wide}
 
 
 def other_tables(results):
@@ -417,7 +419,7 @@ def other_tables(results):
         rows += [[f"{x['prompt']} **{x[kind].strip()}**" for kind in ("sft", "ppo")] + [f"{x[key]:.2f}" for key in ("score", "kl")]]
     out["reviews"] = table(["SFT model", "PPO", "score", "KL"], rows)
     if "judged" in results["real"]["reviews"]:
-        out["judged"] = judged_table(results["real"]["reviews"]["judged"]["systems"])
+        out |= judged_tables(results["real"]["reviews"]["judged"]["systems"])
 
     rows = []
     for name in ("small", "medium", "default"):

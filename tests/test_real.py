@@ -110,3 +110,6 @@ def test_the_table_of_the_reviews():
     lines = results.tables(x)["judged"].splitlines()
     assert lines[2] == "| SFT model | 44.4 ± 1.0 | -0.10 ± 0.02 | 0 |"
     assert lines[3] == "| best of 16 | 70.0 ± 2.0 | 1.00 ± 0.03 | 1.84 |"
+    lines = results.tables(x)["favourable"].splitlines()
+    assert lines[0] == "|  | SFT model | best of 16 |" and lines[3] == "| KL | 0 | 1.84 |"
+    assert lines[2] == "| favourable, % | 44.4 ± 1.0 | 70.0 ± 2.0 |"
