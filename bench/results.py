@@ -343,7 +343,8 @@ def tables(results):
     head = ["seed", "SFT above the entropy, nats/token", "RM below its ceiling", "judge, share of the way to 3", "wins against SFT",
             "KL", "end-of-text", "optimality", "on seen prompts", "on unseen prompts", "jumps of the KL"]  # fmt: skip
     out["seeds"] = table(head, rows)
-    more = (gap_table, passes_table, accident_tables, ablation_tables, other_tables, memory_tables, neighbour_tables, screens)
+    more = (gap_table, passes_table, accident_tables, ablation_tables, real_tables, speed_tables, memory_tables, neighbour_tables,
+            screens)  # fmt: skip
     return out | {name: text for make in more for name, text in make(results).items()}
 
 
@@ -401,8 +402,8 @@ def judged_tables(systems):
     return {"judged": table(["", "favourable, %", "score", "KL"], rows), "favourable": wide}
 
 
-def other_tables(results):
-    """The same from what bench.real, bench.speed and bench.memory have measured."""
+def real_tables(results):
+    """What bench.real has measured."""
     out = {}
     names, rows = {"reviews": "film reviews", "dialogues": "dialogues"}, []
     for name, x in results["real"].items():
@@ -420,8 +421,12 @@ def other_tables(results):
     out["reviews"] = table(["SFT model", "PPO", "score", "KL"], rows)
     if "judged" in results["real"]["reviews"]:
         out |= judged_tables(results["real"]["reviews"]["judged"]["systems"])
+    return out
 
-    rows = []
+
+def speed_tables(results):
+    """What bench.speed has measured."""
+    out, rows = {}, []
     for name in ("small", "medium", "default"):
         if name in results["speed"]:
             x = results["speed"][name]
@@ -430,11 +435,14 @@ def other_tables(results):
             rows += [[name, *(f"{x:.2f}" for x in seconds), *(f"{x:.1f}" for x in ratios)]]
     head = ["workload", "rollout, s", "scoring, s", "update, s", "update", "iteration", "update, at peak", "iteration, at peak"]
     out["speed"] = table(head, rows)
+    rows = [[name, *(f"{1000 * s:.0f}" for s in x["seconds"]), *(f"{ratio:.2f}" for ratio in x["ratios"])]
+            for name, x in results.get("beside_nanogpt", {}).items()]  # fmt: skip
+    head = ["workload", "nanoGPT, ms", "with GPT-2's GELU, ms", "minippo, ms", "times nanoGPT", "times that with GPT-2's GELU"]
+    out["nanogpt"] = table(head, rows)
     rows = []
     for what, (first, *_, last) in results["speed"]["growth"].items():
         rows += [[what, f"{first['value']} to {last['value']}", f"{last['times_operations']:.1f}", f"{last['times_seconds']:.1f}"]]
     out["growth"] = table(["doubled three times", "from and to", "times the operations", "times the seconds"], rows)
-
     return out
 
 

@@ -23,9 +23,10 @@ RESULTS = json.loads((ROOT / "bench" / "results.json").read_text())
 
 
 MARKERS = {
-    "README.md": ["run", "example", "files"],
+    "README.md": ["favourable", "run", "example", "files"],
     "RESULTS.md": ["systems", "seeds", "gap", "passes", "accident", "again", "cures", "ablations", "no_penalty", "hacked",
-                   "real", "reviews", "memory", "memory_measured", "speed", "growth"],
+                   "real", "reviews", "judged", "memory", "memory_measured", "speed", "growth", "nanogpt", "ladder", "neighbours",
+                   "ensembles"],
 }
 
 
