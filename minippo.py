@@ -524,8 +524,8 @@ class PPOConfig:
     ref_update_every: int = 0  # iterations after which the reference becomes the policy; 0: never
 
     def __post_init__(self):
-        if not self.minibatches <= self.batch_size <= self.kl_horizon:
-            raise ValueError("batch_size should be between minibatches and kl_horizon")
+        if self.epochs < 1 or not self.minibatches <= self.batch_size <= self.kl_horizon:
+            raise ValueError("batch_size should be between minibatches and kl_horizon, epochs > 0")
 
 
 def frozen_copy(model):

@@ -50,7 +50,7 @@ class Algorithm:
 SPLITS = (PPO.minibatches, 2 * PPO.minibatches)
 GROUPS = (4, 8)
 BETAS = (BETA, 3 * BETA)  # for DPO: see variations/dpo.py on its scale
-LOW = (0.05, 0.15, 0.5)  # DPO's learning rates, lower because the pairs never change
+LOW = (0.15, 0.5, 1.5)  # DPO's learning rates, lower because the pairs never change
 ALGORITHMS = {
     "PPO": Algorithm("train_ppo.py", "minibatches", SPLITS),
     "PPO, separate critic": Algorithm("train_ppo.py --separate_critic", "minibatches", SPLITS),

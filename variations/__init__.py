@@ -1,5 +1,5 @@
-"""PPO's neighbours: each file replaces one function of PPO, and says what differs, why, and where
-it comes from.
+"""PPO's neighbours: the first seven files replace one function of PPO, the other three what is
+around it. Each says what differs, why, and where it comes from.
 
 reinforce      every token's log pi times what came of it: no clip, no lambda
 rloo           several responses to a prompt are each other's baseline
@@ -16,6 +16,9 @@ The first seven give train_ppo.main() another `iterate`. It is called as minippo
 and then with its own flags (`own`, dataclasses) and with the rows of the files named in `also`;
 `without` names the flags of PPO that it does not read. Data, log, --resume and report are those of
 train_ppo.py. All is written to out/NAME, where ppo.pt and "PPO" in the report mean the variation.
+
+Where a file speaks of its *expected step*, it means one plain gradient step (no Adam, no value
+loss) times the number of tokens that the loss was divided by, on average over what is sampled.
 """
 
 import shutil

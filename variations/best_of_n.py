@@ -9,9 +9,10 @@ with n samples as the expert. For each prompt
     loss = - mean of log pi over the tokens of the best          the loss of SFT, on one in n
 
 There is no value function, no advantage, no ratio. The best of n has a distribution of its own,
-p_n: a response comes up when it is drawn and none of the others is better. The expected step is
-that towards p_n: minus the gradient of KL(p_n || pi) (tests/test_variations.py, to 1e-9). It knows
-which response is better, and not by how much; n - 1 of n responses teach nothing but that.
+p_n(y): the probability that y is among the n and none of the others is better. The expected step
+goes towards p_n: it is minus the gradient of KL(p_n || pi), where p_n counts as fixed, although it
+was made from pi (tests/test_variations.py, to 1e-9). The step depends on which response is best,
+and not on by how much. The other n - 1 responses only take part in this comparison.
 """
 
 from dataclasses import dataclass, replace

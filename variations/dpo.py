@@ -3,7 +3,7 @@
     python -m variations.dpo           after train_sft.py and train_rm.py, on pref_train.jsonl
     python -m variations.dpo --ipo     with the loss of IPO
 
-The best policy for a reward r is proportional to ref * exp(r / beta). Solved for r, this is
+The policy with the largest J for a reward r is proportional to ref * exp(r / beta). Solved for r:
 
     r(x, y) = beta * log(pi(y | x) / ref(y | x)) + something that depends on x alone
 
@@ -12,22 +12,20 @@ same x. So put this r into it, and train pi itself on the pairs (chosen, rejecte
 
     h   = log(pi / ref) of the chosen answer - log(pi / ref) of the rejected one
     DPO = -log sigmoid(beta * h)          Rafailov et al., arXiv:2305.18290, eq. 7
-    IPO = (h - 1 / (2 beta))^2            Azar et al., arXiv:2310.12036, eq. 17: enough is enough
+    IPO = (h - 1 / (2 beta))^2            Azar et al., arXiv:2310.12036, eq. 17: h has a target
 
-Nothing is sampled: pi learns about the answers of the crowd, not about its own. This r has the
-scale of the labels, the reward model's scores that of their standard deviation: the same --kl_coef
-is another price. The reward model only measures, for the log (--watch) and for the report.
+pi learns from the pairs, not from samples. Scores are divided by their standard deviation, this r
+is not: the same --kl_coef is another price. rm.pt only measures, for log (--watch) and report.
 """
 
 from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 import train_ppo
 from minippo import describe, evaluate_actions, merge, ppo_update
-from plumbing.settings import run_script
+from plumbing.settings import UserError, run_script
 from plumbing.text import pad_completions
 from variations import CRITIC, EXTRAS
 
@@ -38,29 +36,31 @@ class DPOConfig:
     watch: int = 32  # responses sampled in an iteration, to see how it goes
 
 
-def dpo_loss(policy, batch, config, ref, beta, ipo=False):
+def dpo_loss(policy, batch, config, ref, beta, ipo=False, length=1.0):
     """tokens (B, 2, T), mask (B, 2, T-1): the chosen and the rejected answer."""
     rows = batch["tokens"].flatten(0, 1), batch["mask"].flatten(0, 1), config.temperature, False
     with torch.no_grad():
         ref_logprobs = evaluate_actions(ref, *rows)[0]
     chosen, rejected = (evaluate_actions(policy, *rows)[0] - ref_logprobs).sum(1).view(-1, 2).T
     h = chosen - rejected
-    losses = (h - 1 / (2 * beta)) ** 2 if ipo else -F.logsigmoid(beta * h)  # (B,)
+    losses = (h - 1 / (2 * beta)) ** 2 if ipo else -torch.nn.functional.logsigmoid(beta * h)  # (B,)
     stats = {"loss": losses.mean().item(), "margin": h.mean().item(), "ratio_max": 1.0}  # no old pi
     stats |= {"accuracy": (h > 0).float().mean().item(), "tokens": int(batch["mask"].sum())}
-    return losses.sum() / stats["tokens"], stats  # ppo_update multiplies by the tokens
+    return length * losses.sum() / stats["tokens"], stats  # ppo_update multiplies by the tokens
 
 
 def dpo_iteration(
     policy, ref, score, prompts, optimizer, config, kl_coef, rollout, micro_batch, own, rows
 ):
+    if not kl_coef:
+        raise UserError("--kl_coef 0: at this price DPO learns nothing; give a larger one")
     seen = rollout(policy, ref, score, prompts[: own.watch], config)
     seen["returns"] = seen["scores"][:, None] * seen["mask"]  # only for the log
     some = [rows[i] for i in torch.randint(len(rows), (config.batch_size,)).tolist()]
     answers = [(prompt, answer) for prompt, *two in some for answer in two]
     tokens, mask = pad_completions(answers, seen["tokens"].device)
     batch = {"tokens": tokens.unflatten(0, (-1, 2)), "mask": mask.unflatten(0, (-1, 2))}
-    loss_of = partial(dpo_loss, ref=ref, beta=kl_coef, ipo=own.ipo)
+    loss_of = partial(dpo_loss, ref=ref, beta=kl_coef, ipo=own.ipo, length=mask.sum() / len(some))
     passes = ppo_update(policy, optimizer, batch, config, micro_batch, loss_of)
     return seen, {**describe(seen, kl_coef), **merge(passes), "passes": passes}
 

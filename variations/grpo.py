@@ -1,9 +1,9 @@
-"""GRPO, group relative policy optimisation: score less the group's mean, by its standard deviation.
+"""GRPO, group relative policy optimisation: (score - mean of the group) / its standard deviation.
 
-    python -m variations.grpo --k 8                       after train_sft.py and train_rm.py
-    python -m variations.grpo --no_std --no_length        "Dr. GRPO" (arXiv:2503.20783)
+    python -m variations.grpo --k 8                    after train_sft.py and train_rm.py
+    python -m variations.grpo --no_std --no_length     nearly "Dr. GRPO" (arXiv:2503.20783)
 
-For the k responses to a prompt, eq. 3 and 4 of DeepSeekMath (Shao et al., arXiv:2402.03300) are
+For the k responses to a prompt (DeepSeekMath, arXiv:2402.03300, section 4.1.2 and eq. 3 and 4)
 
     A_i = (score_i - mean) / std
     J = mean over i of the mean over the tokens of response i of
@@ -13,10 +13,10 @@ What each part does to the expected step (at ratio 1; tests/test_variations.py, 
 
 mean    of all k, response i among them: the step is (k - 1) / k of the gradient of E[score].
 std     no longer the gradient of E[score]: prompts whose scores hardly differ count as much as
-        others. With k = 2, A is 1 or -1, and the step is the gradient of P(win) - P(lose) against
-        another sample, by however much. It also divides the score, and not beta, by std.
-tokens  divided by the length of their response: the longer it is, the less each of them counts.
-k3      as a loss it has the gradient of KL(ref || pi), not of KL(pi || ref), in the states visited.
+        others. With k = 2, A is 1 or -1, however far apart the scores are, and the step is the
+        gradient of P(win) - P(lose) against another sample. (And std divides no beta.)
+tokens  count less in long responses. --no_length: a mean over all tokens (Dr. GRPO: by a constant).
+k3      q - 1 - log q as a loss has the gradient of KL(ref || pi), not of the KL(pi || ref) in J.
 """
 
 from dataclasses import dataclass

@@ -3,11 +3,11 @@
     python -m variations.iterate                        after train_sft.py and train_rm.py
     python -m variations.iterate --ppo "--kl_coef 0"    where nothing but the labels holds PPO back
 
-A reward model is right near the text of its pairs, and PPO leaves it. So let the pairs follow
-(Christiano et al., arXiv:1706.03741, section 2.2; Bai et al., arXiv:2204.05862, section 4.5). Each
-round has a folder, out/iterate/1 and so on: ppo.pt, PPO with the reward model of the round before;
-data/, the pairs so far and new ones, an answer of ppo.pt beside one of sft.pt, labelled as the data
-was: P(a over b) = sigmoid(judge(a) - judge(b)); rm.pt, of all of these. (All start from sft.pt.)
+A reward model is right near the text of its pairs, and PPO moves away from that text. So the judge,
+who labelled the default data, labels new pairs (Christiano et al., arXiv:1706.03741, section 2.2;
+Bai et al., arXiv:2204.05862, section 4.5). A round has a folder: in out/iterate/2, ppo.pt is
+trained on the scores of out/iterate/1/rm.pt. data/ holds all pairs so far and new ones, an answer
+of ppo.pt and one of sft.pt: P(a is chosen) = sigmoid(judge(a) - judge(b)). rm.pt learns from data/.
 """
 
 import json
@@ -34,7 +34,7 @@ class IterateConfig:
     rounds: int = 3  # times that PPO runs; a new reward model is trained before each but the first
     pairs: int = 8000  # new pairs in a round, less those of two equal answers
     seed: int = 0  # seed of everything random
-    ppo: str = ""  # more flags for train_ppo.py, in quotes
+    ppo: str = ""  # more flags for train_ppo.py, in quotes; a single word as --ppo=--no_report
 
 
 def main():

@@ -2,9 +2,8 @@
 
     torchrun --nproc_per_node 2 -m variations.outgrow    after pip install trl==1.12.0
 
-One process for each GPU; for several machines torchrun has --nnodes. sft.pt and rm.pt are exported
-in the Hugging Face format. What TRL makes of them becomes ppo.pt, and is graded as train_ppo.py
-grades: same prompts, judge and optimum. The flags are those of variations.grpo, beside TRL's below.
+One process for each GPU; on several machines (--nnodes of torchrun) all must see --out. What TRL
+makes of sft.pt and rm.pt becomes ppo.pt. Flags, prompts and report are those of variations.grpo.
 """
 
 from importlib.util import find_spec
@@ -18,19 +17,20 @@ from variations.grpo import GRPOConfig
 
 
 def train_grpo(run, config, stage, own, prompts, tokenizer, processes):
+    import trl
     from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
 
-    scorer, M = read_scorer(run.out / "rm"), config.minibatches
+    scorer, M, B = read_scorer(run.out / "rm"), config.minibatches, config.batch_size
     each = M * config.epochs  # gradient steps in an iteration
+    if B % own.k or B % (M * processes):
+        raise UserError(f"--batch_size {B}: should be a multiple of {own.k} and of {M * processes}")
 
     def score(prompts, completions, completion_ids, **_):
-        cut_off = [ids[-1] != tokenizer.eos for ids in completion_ids]
-        scores = zip(scorer(prompts, completions), cut_off)
-        return [x - config.missing_eos_penalty * cut for x, cut in scores]
+        scored = zip(scorer(prompts, completions), completion_ids)
+        return [x - config.missing_eos_penalty * (y[-1] != tokenizer.eos) for x, y in scored]
 
-    arguments = GRPOConfig(
-        per_device_train_batch_size=config.batch_size // M // processes, steps_per_generation=M,
+    arguments = trl.GRPOConfig(
+        per_device_train_batch_size=B // M // processes, steps_per_generation=M,
         num_iterations=config.epochs, max_steps=config.steps * each, learning_rate=config.lr,
         warmup_steps=config.warmup * each, max_grad_norm=config.max_grad_norm, adam_beta2=0.95,
         num_generations=own.k, beta=config.kl_coef, epsilon=config.clip_eps, seed=run.seed,
@@ -41,7 +41,7 @@ def train_grpo(run, config, stage, own, prompts, tokenizer, processes):
         save_strategy="no", logging_steps=each, adam_epsilon=stage.adam_eps,
     )  # fmt: skip
     rows = Dataset.from_dict({"prompt": [tokenizer.decode(prompt) for prompt in prompts]})
-    trainer = GRPOTrainer(str(run.out / "sft"), score, arguments, rows)
+    trainer = trl.GRPOTrainer(str(run.out / "sft"), score, arguments, rows)
     trainer.train()
     trainer.save_model(run.out / "policy")
     trainer.save_state()  # the log, trainer_state.json

@@ -6,24 +6,22 @@ Both keep the policy near its old self, which has sampled the batch. (Not near t
 does that.) This is the other form of Schulman et al., arXiv:1707.06347, section 4, eq. 8. After
 each update, d is the KL from the old policy to the new, and the coefficient c is adapted:
 
-    J = E[ratio * A] - c * E[KL(old || pi)]         d < target / 1.5: c = c / 2
-                                                    d > target * 1.5: c = c * 2
+    J = E[ratio * A] - c * E[KL(old || pi)]         d < target / 1.5: c = max(c / 2, 0.01)
+                                                    d > target * 1.5: c = min(c * 2, 100)
 
-The KL is estimated by k3 with q = pi / old, as approx_kl in minippo.py is: its mean is the KL, and
-its gradient's mean the KL's, because E_old[grad q] = grad sum_a pi(a) = 0. (So as a loss k3 is
-right here. In GRPO it is not: there the samples are those of pi.) c is kept in the optimizer, with
-the learning rate, so --resume finds it.
+The bounds are ours: Adam's steps are about as long whatever c is, so without them c can run away.
+The KL is estimated by k3 with q = pi / old. The mean of k3 is the KL, and the mean of its gradient
+is that of the KL: E_old[grad q] = grad sum_a pi(a) = 0. The optimizer keeps c, for --resume.
 """
 
-import math
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 import train_ppo
-from minippo import evaluate_actions, gae, kl_adjusted_rewards, kl_per_response, masked_mean
-from minippo import policy_loss, value_loss, whiten
+from minippo import evaluate_actions, gae, kl_adjusted_rewards, masked_mean, merge, policy_loss
+from minippo import value_loss, whiten
 from plumbing.settings import run_script
 from variations import EXTRAS, update
 
@@ -37,7 +35,7 @@ class PenaltyConfig:
 def penalty_loss(policy, batch, config, penalty):
     mask, old, returns = batch["mask"], batch["logprobs"], batch["returns"]
     logprobs, values, _ = evaluate_actions(policy, batch["tokens"], mask, config.temperature, False)
-    loss, stats = policy_loss(logprobs, old, batch["advantages"], mask, math.inf)
+    loss, stats = policy_loss(logprobs, old, batch["advantages"], mask, float("inf"))
     kl = masked_mean((logprobs - old).exp() - 1 - (logprobs - old), mask)
     values_loss, more = value_loss(values, batch["values"], returns, mask, config.value_clip)
     loss = loss + penalty * kl + config.vf_coef * values_loss
@@ -45,7 +43,8 @@ def penalty_loss(policy, batch, config, penalty):
 
 
 def adapt(penalty, kl, target):
-    return penalty / 2 if kl < target / 1.5 else penalty * 2 if kl > target * 1.5 else penalty
+    factor = 0.5 if kl < target / 1.5 else 2.0 if kl > target * 1.5 else 1.0
+    return min(max(factor * penalty, 0.01), 100.0)
 
 
 def penalty_iteration(
@@ -58,9 +57,10 @@ def penalty_iteration(
     batch |= {"rewards": rewards, "advantages": whiten(advantages, mask), "returns": returns}
     loss_of = partial(penalty_loss, penalty=c)
     batch, stats = update(policy, optimizer, batch, config, kl_coef, micro_batch, loss_of)
-    with torch.no_grad():
-        new, _, _ = evaluate_actions(policy, batch["tokens"], mask, config.temperature, False)
-    d = (kl_per_response(old, new, mask)[1].sum() / mask.sum()).item()  # k3, per token
+    rows = torch.arange(len(mask), device=mask.device).split(micro_batch or len(mask))
+    with torch.no_grad():  # once more, after the last step
+        after = [loss_of(policy, {k: x[i] for k, x in batch.items()}, config)[1] for i in rows]
+    d = merge(after)["approx_kl"]
     group["penalty"] = adapt(c, d, own.target)
     return batch, stats | {"penalty": c, "old_kl": d}
 

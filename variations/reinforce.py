@@ -9,11 +9,12 @@ With the reward r_t of a token (section 5 of minippo.py) and the value V(s_t) of
     grad J = E[ sum_t grad log pi(a_t | s_t) A_t ]
         --credit total    A_t = r_1 + ... + r_T      Williams (1992), "episodic REINFORCE"
         --credit to_go    A_t = r_t + ... + r_T      no token changes the rewards before it
-        --baseline        A_t = the same - V(s_t)    Williams' "reinforcement baseline"
+        --baseline        A_t = the same - V(s_t)    Sutton et al. (2000), "Policy gradient methods"
 
-(Machine Learning 8, pages 229 to 256.) On average each is the gradient of J, whatever the values
-are; tests/test_variations.py checks it to 1e-9. They differ in variance: bench/ladder.py computes
-it. Advantages are not whitened, because the mean of the batch would be one more baseline.
+(Williams: Machine Learning 8, pages 229 to 256, section 5. His baseline is one for all tokens.) On
+average each is the gradient of J, whatever the values are; tests/test_variations.py checks it to
+1e-9. They differ in variance: bench/ladder.py computes it. Advantages are not whitened, because the
+mean of the batch would be one more baseline.
 
 The gradient is this one as long as the policy is the one that has sampled, so in the first of the
 --minibatches. In the others the ratio corrects for the steps before, and no clip limits it.
@@ -55,7 +56,7 @@ def reinforce_iteration(
     rewards = kl_adjusted_rewards(batch["scores"], logprobs, ref_logprobs, mask, kl_coef)
     values = batch["values"] * own.baseline
     advantages, returns = reinforce_advantages(rewards, values, mask, own.credit)
-    batch |= {"rewards": rewards, "advantages": advantages, "returns": returns}
+    batch |= {"rewards": rewards, "values": values, "advantages": advantages, "returns": returns}
     config = replace(config, clip_eps=math.inf, vf_coef=config.vf_coef * own.baseline)
     return update(policy, optimizer, batch, config, kl_coef, micro_batch)
 

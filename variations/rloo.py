@@ -12,9 +12,10 @@ free!")
 
 The others know nothing of response i, so on average nothing changes: the expected step is the
 gradient of J (tests/test_variations.py checks it to 1e-9). There is no value function and no lam.
-All tokens of a response have the same advantage: which of them deserve it is averaged out, not
-estimated. It is not whitened. The paper has no clip, because it takes one step on each batch; here
---clip_eps stays, for the same four steps as in PPO. Each prompt is drawn k times as seldom.
+All tokens of a response have the same advantage. Which of them deserve it is not estimated: it only
+shows on average over many responses. The advantage is not whitened. The paper leaves the clip out,
+because it hardly ever acts in the two steps taken there on each batch; here --clip_eps stays, for
+the same four steps as in PPO. An iteration has 1 / k as many prompts as one of PPO.
 """
 
 from dataclasses import dataclass, replace

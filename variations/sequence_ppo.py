@@ -1,19 +1,18 @@
 """PPO with one action: the response as a whole has one advantage and one ratio.
 
-    python -m variations.sequence_ppo           after train_sft.py and train_rm.py
-    python -m variations.sequence_ppo --mean    with the ratio of GSPO
+    python -m variations.sequence_ppo                            after train_sft.py, train_rm.py
+    python -m variations.sequence_ppo --mean --clip_eps 0.01     with the ratio of GSPO
 
-Many texts describe PPO for language models so. The prompt x is the state and the response y the
-action: a bandit, with one reward, one value and one ratio.
+Many texts describe PPO for language models like this: the prompt x is the only state, and the whole
+response y is the only action. So a response has one reward, one value and one ratio:
 
     A = score - beta * KL - V(x),        ratio = pi(y | x) / old(y | x)
 
-The losses are those of minippo.py, on columns of width 1. At ratio 1 the expected step is the
-gradient of J, as for PPO (tests/test_variations.py: to 1e-9). What is lost: no token is told from
-another, and V knows the prompt alone. The ratio is a product over all tokens, so it leaves the clip
-range sooner, and then the whole response has no gradient. --mean takes the geometric mean instead
-(GSPO, Zheng et al., arXiv:2507.18071). It stays near 1, and they clip it at 4e-4. But it
-divides the gradient of a response by its length.
+At ratio 1, without whitening, the expected step is the gradient of J (test: 1e-9). What is lost:
+all tokens have the same advantage, and V has read the prompt alone. The ratio is the product of the
+ratios of all tokens, so it leaves the clip range sooner, and then no token has a gradient. --mean
+takes the geometric mean instead: this product to the power of 1 / length (GSPO, Zheng et al.,
+arXiv:2507.18071, who clip it at 1 - 3e-4 and 1 + 4e-4). It divides the gradient by the length too.
 """
 
 from dataclasses import dataclass
@@ -60,6 +59,7 @@ def sequence_iteration(
     kl, _ = kl_per_response(batch["logprobs"], batch["ref_logprobs"], mask)
     returns = (batch["scores"] - kl_coef * kl)[:, None]  # (B, 1)
     advantages = whiten(returns - values, torch.ones_like(values, dtype=torch.bool))
+    advantages *= mask.sum() / len(mask) if own.mean else 1.0  # update() divides by the length too
     batch |= {"advantages": advantages * mask, "values": values * mask, "returns": returns * mask}
     loss_of = partial(sequence_loss, mean=own.mean)
     return update(policy, optimizer, batch, config, kl_coef, micro_batch, loss_of)
