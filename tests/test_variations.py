@@ -175,7 +175,7 @@ def test_the_geometric_mean_of_the_ratios_divides_each_response_by_its_length(un
     advantages = task.scores - task.kl_coef * kl - values
     total = logprobs.sum(1)
     exact = task.gradient((total.detach().exp() * advantages / task.mask.sum(1) * total).sum())
-    moved = task.expected(sequence_ppo.sequence_iteration, sequence_ppo.SequenceConfig(mean=True))
+    moved = task.expected(sequence_ppo.sequence_iteration, sequence_ppo.SequenceConfig(mean=True), times=lambda batch: 1.0)
     assert_equal(moved, exact, 1e-9)
     assert (exact - task.gradient(task.objective())).norm() > 1e-2
 
@@ -262,14 +262,15 @@ def test_the_losses_of_dpo_and_ipo_are_those_of_their_papers():
 
 
 def test_dpo_trains_on_pairs_drawn_at_random_and_samples_only_to_watch():
-    task, seen = Groups(), []
+    task, seen, lengths = Groups(), [], []
     rows = [(prompt, [i, 2], [j, 2]) for prompt in PROMPTS for i, j in ((0, 1), (1, 0))]
     task_loss = dpo.dpo_loss
 
-    def watched(policy, batch, config, ref, beta, ipo):
+    def watched(policy, batch, config, ref, beta, ipo, length):
         assert ref is task.ref and beta == task.kl_coef and ipo
         seen.append(batch)
-        return task_loss(policy, batch, config, ref, beta, ipo)
+        lengths.append(float(length))
+        return task_loss(policy, batch, config, ref, beta, ipo, length)
 
     def iteration(*arguments):
         return dpo.dpo_iteration(*arguments, rows)
@@ -284,6 +285,26 @@ def test_dpo_trains_on_pairs_drawn_at_random_and_samples_only_to_watch():
     tokens, _ = pad_completions([(prompt, answer) for prompt, *two in rows for answer in two])
     assert drawn == {tuple(map(tuple, pair)) for pair in tokens.unflatten(0, (-1, 2)).tolist()}  # all, chosen first
     assert stats["score"] == pytest.approx(task.scores[[0, 9]].mean().item()) and len(batch["mask"]) == 2
+    assert lengths[-2:] == [pytest.approx(sum(x["mask"].sum().item() for x in seen[-2:]) / 50)] * 2  # tokens of a pair
+
+
+@pytest.mark.parametrize("ipo", [False, True])
+def test_a_step_of_dpo_is_that_of_the_mean_over_pairs(ipo):
+    task, rows = Groups(), [(PROMPTS[0], [0, 1, 2], [1])]  # whatever is drawn, it is this pair
+    moved, _, _ = task.move(lambda *x: dpo.dpo_iteration(*x, rows), dpo.DPOConfig(ipo, watch=1), [0], [[0]], batch_size=6, lr=0.1)
+    tokens, mask = pad_completions([(PROMPTS[0], answer) for answer in rows[0][1:]])
+    with torch.no_grad():
+        ref_logprobs = evaluate_actions(task.ref, tokens, mask, task.temperature)[0]
+    chosen, rejected = (evaluate_actions(task.policy, tokens, mask, task.temperature)[0] - ref_logprobs).sum(1)
+    h, beta = chosen - rejected, task.kl_coef
+    loss = (h - 1 / (2 * beta)) ** 2 if ipo else -torch.nn.functional.logsigmoid(beta * h)
+    assert_equal(moved, -0.1 * task.gradient(loss), 1e-9)
+    assert moved.norm() > 1e-3
+
+
+def test_dpo_at_no_price_is_refused():
+    with pytest.raises(UserError, match="--kl_coef 0"):
+        dpo.dpo_iteration(None, None, None, [], None, PPOConfig(), 0.0, None, 0, dpo.DPOConfig(), [])
 
 
 # What each of their functions computes
@@ -316,6 +337,10 @@ def test_the_advantages_of_reinforce():
 @pytest.mark.parametrize("kl, after", [(0.009, 2.0), (0.0149, 2.0), (0.0151, 4.0), (0.007, 2.0), (0.0066, 1.0), (0.0, 1.0)])
 def test_the_penalty_is_doubled_or_halved_beyond_one_and_a_half_times_its_target(kl, after):
     assert ppo_penalty.adapt(2.0, kl, 0.01) == after
+
+
+def test_the_penalty_stays_between_a_hundredth_and_a_hundred():
+    assert ppo_penalty.adapt(0.015, 0.0, 0.01) == 0.01 and ppo_penalty.adapt(70.0, 9.0, 0.01) == 100
 
 
 @pytest.mark.parametrize("k, kept", [(1, 6), (2, 3), (3, 2), (6, 1)])
@@ -761,6 +786,9 @@ def test_trl_gets_the_options_that_mean_what_ours_do(trl, models, tmp_path, monk
     assert got == pytest.approx([scores[0], scores[1] - 0.5], abs=1e-4)
     outgrow.train_grpo(run_config, config, stage, grpo.GRPOConfig(8, no_std=True, no_length=True), [[1]], tokenizer, 1)
     assert (made["arguments"].scale_rewards, made["arguments"].loss_type) == ("none", "dapo")
+    for k, processes in ((3, 1), (8, 3), (8, 16)):  # 32 responses are no whole groups, or 4 minibatches no whole shares
+        with pytest.raises(UserError, match="--batch_size 32: should be a multiple of"):
+            outgrow.train_grpo(run_config, config, stage, grpo.GRPOConfig(k), [[1]], tokenizer, processes)
     assert made["arguments"].per_device_train_batch_size == 8
 
 

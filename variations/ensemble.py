@@ -3,8 +3,8 @@
     python -m variations.ensemble                              trains them in out/ensemble/1, 2, 3
     python train_ppo.py --models out --out out/minimum --reward variations.ensemble:minimum
 
-PPO finds where a reward model errs upwards. Reward models of several seeds err in different places
-(Coste et al., arXiv:2310.02743). Only the score differs from PPO:
+Reward hacking: PPO finds answers that a reward model scores too high. Models of other seeds err in
+other places (Coste et al., arXiv:2310.02743). Only the score differs from PPO:
 
     variations.ensemble:mean       1/m * sum of r_i(x, y)    an error counts for an m-th
     variations.ensemble:minimum    min of r_i(x, y)          high only where all agree
