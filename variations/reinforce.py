@@ -34,7 +34,7 @@ from variations import update
 @dataclass
 class ReinforceConfig:
     credit: str = "to_go"  # the rewards a token answers for: total (all) or to_go (from it on)
-    baseline: bool = False  # subtract the value of the state; without it, no flag of the values acts
+    baseline: bool = False  # subtract the state's value; without it, flags of values do nothing
 
     def __post_init__(self):
         if self.credit not in ("total", "to_go"):
