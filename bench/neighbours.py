@@ -49,7 +49,7 @@ class Algorithm:
 
 SPLITS = (PPO.minibatches, 2 * PPO.minibatches)
 GROUPS = (4, 8)
-BETAS = (BETA, 3 * BETA)  # for DPO: see variations/dpo.py on its scale
+BETAS = (BETA, 3 * BETA)  # where the KL is not in the reward, the same beta is another price: see variations/dpo.py and grpo.py
 LOW = (0.15, 0.5, 1.5)  # DPO's learning rates, lower because the pairs never change
 ALGORITHMS = {
     "PPO": Algorithm("train_ppo.py", "minibatches", SPLITS),
@@ -61,10 +61,10 @@ ALGORITHMS = {
     "REINFORCE, reward-to-go": Algorithm("-m variations.reinforce", "minibatches", SPLITS, PURPLE),
     "REINFORCE, less the value": Algorithm("-m variations.reinforce --baseline", "minibatches", SPLITS, PURPLE),
     "RLOO": Algorithm("-m variations.rloo", "k", GROUPS, PURPLE),
-    "GRPO": Algorithm("-m variations.grpo", "k", GROUPS, PURPLE),
-    "Dr. GRPO": Algorithm("-m variations.grpo --no_std --no_length", "k", GROUPS, PURPLE),
+    "GRPO": Algorithm("-m variations.grpo --k 8", "kl_coef", BETAS, PURPLE),
+    "Dr. GRPO": Algorithm("-m variations.grpo --no_std --no_length --k 8", "kl_coef", BETAS, PURPLE),
     "PPO of TRL": Algorithm("-m bench.trl_ppo", "minibatches", SPLITS, GREY),
-    "GRPO of TRL": Algorithm(TORCHRUN, "k", GROUPS, GREY),
+    "GRPO of TRL": Algorithm(f"{TORCHRUN} --k 8", "kl_coef", BETAS, GREY),
     "best of n, imitated": Algorithm("-m variations.best_of_n", "n", GROUPS, ORANGE),
     "DPO": Algorithm("-m variations.dpo", "kl_coef", BETAS, ORANGE, LOW),
     "IPO": Algorithm("-m variations.dpo --ipo", "kl_coef", BETAS, ORANGE, LOW),
@@ -132,7 +132,7 @@ class Bench:
         self.names = [name for name, x in ALGORITHMS.items() if "TRL" not in name or find_spec("trl")]
 
     def job(self, words, seed, out, steps, *flags, **more):
-        go_on = ["--resume"] * (not words.endswith(("outgrow", "trl_ppo")))  # TRL begins anew
+        go_on = [] if "outgrow" in words or "trl_ppo" in words else ["--resume"]  # TRL begins anew
         same = ["--models", shared.folder("models", seed), "--seed", seed, "--steps", steps, "--no_report", *go_on]
         return Job([*words.split(), *same, *flags], out, **more)
 
