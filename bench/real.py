@@ -137,7 +137,7 @@ def main():
     parser.add_argument("folder", type=Path)
     args = parser.parse_args()
     out, data, seconds, more = ROOT / "out" / args.name, args.folder.resolve(), {}, {}
-    prepare(RunConfig(device="cpu", out=out))
+    prepare(RunConfig(device="cpu", out=out / "judged"))  # not out, where the scripts will be at work
     if args.name == "reviews":
         data = out / "data"
         texts = hold_out(args.folder, data)
