@@ -230,12 +230,17 @@ def seconds_of(job):
 def summarise(bench):
     """-> what stands under "neighbours" in bench/results.json."""
     out, sticks = {"steps": bench.steps, "responses": bench.steps * PPO.batch_size, "rows": {}, "search": {}, "hacking": []}, {}
+    first = None
     for name in bench.names:
         tried = bench.searches(name)
         done = {flags: job for flags, job in tried.items() if job.status() is not None}
         out["search"][name] = [{"flags": flags, "objective": job.objective()} for flags, job in done.items()]
         if bench.best(name) and (rows := measured(bench.full(name), sticks)):
             out["rows"][name] = {"flags": bench.best(name), **over_seeds(rows)}
+            first = first or rows  # PPO's; on the same seeds the differences are known better than either mean
+            if len(rows) == len(first):
+                gains = [row["optimality"] - ppo["optimality"] for row, ppo in zip(rows, first)]
+                out["rows"][name]["gain"] = shared.mean_and_error(gains)
     for (name, beta), jobs in bench.hacking().items():
         if rows := measured(jobs, sticks):
             out["hacking"].append({"name": name, "beta": beta, **over_seeds(rows)})
@@ -246,7 +251,9 @@ def tables(results):
     """results.json -> {name of a marker in RESULTS.md: text of the table}."""
     x, digits = results["neighbours"], {"optimality": 3, "judge": 2, "score": 2, "kl": 2, "seconds": 0}
     rows = [[name, f"`{row['flags']}`", *(cell(row[key], n) for key, n in digits.items())] for name, row in x["rows"].items()]
-    out = {"neighbours": shared.table(["", "setting found", "optimality", "judge", "score", "KL", "seconds"], rows)}
+    for row, (name, figures) in zip(rows, x["rows"].items()):
+        row.insert(3, "" if name == "PPO" else cell(figures.get("gain"), 3))
+    out = {"neighbours": shared.table(["", "setting found", "optimality", "less PPO's", "judge", "score", "KL", "seconds"], rows)}
     rows = [[row["name"], f"{row['beta']:g}", *(cell(row[key]) for key in ("judge", "score", "kl"))] for row in x["hacking"]]
     return out | {"ensembles": shared.table(["PPO with", "beta", "judge", "score by the first reward model", "KL"], rows)}
 

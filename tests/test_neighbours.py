@@ -223,10 +223,18 @@ def test_the_figures_are_means_over_the_seeds_with_their_standard_errors_and_are
     assert row["flags"] == ALGORITHMS["PPO"].settings()[5] and list(summary["rows"]) == ["PPO"]
     assert [x["objective"] for x in summary["search"]["PPO"]] == [0, 1, 2, 3, 4, 5] and summary["search"]["RLOO"] == []
     assert [x["flags"] for x in summary["search"]["PPO"]] == ALGORITHMS["PPO"].settings()
+    assert row["gain"]["mean"] == 0 and row["gain"]["se"] == 0
     (rounds,) = summary["hacking"]
     assert (rounds["name"], rounds["beta"], rounds["judge"]["mean"], rounds["seconds"]["mean"]) == ("three rounds", 0.0, 7.0, 312.0)
     assert (summary["steps"], summary["responses"]) == (8, 8 * PPO.batch_size) and sorted(Stick.made) == [0, 1, 2]
     assert neighbours.summarise(measured) == summary and len(Stick.made) == 3
+    for i, job in enumerate(measured.searches("RLOO").values()):
+        finish(job, [{"score": float(i), "kl": 0.0}])
+    for seed, job in enumerate(measured.full("RLOO")):
+        finish(job, [{"seconds": 5.0}])
+        (job.out / "ppo.pt").write_text(str([4.0, 5.0, 9.0][seed]))
+    gain = neighbours.summarise(measured)["rows"]["RLOO"]["gain"]  # 0.1 x (3, 3, 6), seed by seed
+    assert gain["mean"] == pytest.approx(0.4) and gain["se"] == pytest.approx(0.1)
 
 
 def test_the_tables_and_the_picture(measured, tmp_path, monkeypatch):
@@ -234,7 +242,7 @@ def test_the_tables_and_the_picture(measured, tmp_path, monkeypatch):
     x = json.loads((results.ROOT / "bench" / "results.json").read_text()) | {"neighbours": neighbours.summarise(measured)}
     made = results.tables(x)
     flags = ALGORITHMS["PPO"].settings()[5]
-    figures = "0.200 ± 0.058 | 2.00 ± 0.58 | 4.00 ± 1.15 | 6.00 ± 1.73 | 20 ± 6"
+    figures = "0.200 ± 0.058 |  | 2.00 ± 0.58 | 4.00 ± 1.15 | 6.00 ± 1.73 | 20 ± 6"
     assert made["neighbours"].splitlines()[2] == f"| PPO | `{flags}` | {figures} |"
     assert made["ensembles"].splitlines()[2] == "| three rounds | 0 | 7.00 | 14.00 | 21.00 |"
     drawn = []
@@ -244,6 +252,8 @@ def test_the_tables_and_the_picture(measured, tmp_path, monkeypatch):
     assert name == "neighbours" and [axis.get_title() for axis in drawing.axes] == ["score", "judge"]
     labels = drawing.axes[1].get_legend_handles_labels()[1]
     assert labels == ["the best policy, over beta", "best of 4, 16, 64", "PPO"]
+    x["neighbours"]["rows"]["RLOO"] = x["neighbours"]["rows"]["PPO"] | {"gain": {"mean": -0.25, "se": 0.5, "seeds": 3}}
+    assert " | 0.200 ± 0.058 | -0.250 ± 0.500 | 2.00 " in neighbours.tables(x)["neighbours"].splitlines()[3]
 
 
 def test_the_ladder_has_a_table_of_four_rows():
