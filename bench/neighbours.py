@@ -71,6 +71,7 @@ ALGORITHMS = {
 }
 # Against reward hacking, with the default settings, at the default beta and at 0.
 SCORERS = {"one reward model": "", "mean of three": "variations.ensemble:mean", "lowest of three": "variations.ensemble:minimum"}
+NATS, FAR = 6.5, -0.3  # in the picture: no KL beyond the first; what is worse than the second stands at the edge
 ROUNDS = 3  # of variations/iterate.py, each with a third of the steps
 
 
@@ -259,19 +260,26 @@ def tables(results):
 
 
 def draw(results):
-    drawing, axes = shared.figure(2, 12, 5)
+    drawing, (*axes, forest) = shared.figure(3, 15, 5)
+    rows, markers = results["neighbours"]["rows"], "osD^v<>pPX*hd8H.12"
     for axis, key in zip(axes, ("score", "judge")):
         for line, style in (("optimum", {"color": GREY}), ("best_of_n", {"color": PURPLE, "marker": "o", "linestyle": ":"})):
             points = results[line].values()
-            label = "the best policy, over beta" if line == "optimum" else "best of 4, 16, 64"
-            axis.plot([p["kl"]["mean"] for p in points], [p[key]["mean"] for p in points], label=label, linewidth=1, **style)
-        markers = itertools.cycle("osD^v<>pPX*hd")
-        for (name, row), marker in zip(results["neighbours"]["rows"].items(), markers):
-            errors = {"xerr": row["kl"]["se"], "yerr": row[key]["se"], "linewidth": 0.8}
-            colour = ALGORITHMS[name].colour
-            axis.errorbar(row["kl"]["mean"], row[key]["mean"], fmt=marker, color=colour, markersize=5, label=name, **errors)
-        axis.set(xlabel="KL to the reference, nats per response", title=key, xlim=(0, 6))
-    axes[1].legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+            axis.plot([p["kl"]["mean"] for p in points], [p[key]["mean"] for p in points], linewidth=1, markersize=3, **style)
+        for (name, row), marker in zip(rows.items(), markers):
+            style = {"fmt": marker, "color": ALGORITHMS[name].colour, "markersize": 5, "linewidth": 0.8}
+            if row["kl"]["mean"] < NATS:
+                axis.errorbar(row["kl"]["mean"], row[key]["mean"], row[key]["se"], row["kl"]["se"], **style)
+        axis.set(xlabel="KL to the reference, nats per response", title=key, xlim=(0, NATS))
+    for place, ((name, row), marker) in enumerate(zip(rows.items(), markers)):
+        inside, gain = row["gain"]["mean"] > FAR, row["gain"]
+        style = {"fmt": marker if inside else "<", "color": ALGORITHMS[name].colour, "markersize": 5, "linewidth": 0.8}
+        forest.errorbar(max(gain["mean"], FAR), place, xerr=gain["se"] if inside else None, **style)
+    forest.axvline(0, color=GREY, linewidth=0.5)
+    forest.set(title="optimality, less PPO's", xlim=(FAR - 0.02, 0.05), yticks=range(len(rows)))
+    forest.set_yticklabels(list(rows), fontsize=8)
+    forest.yaxis.tick_right()
+    forest.invert_yaxis()
     shared.save(drawing, "neighbours")
 
 

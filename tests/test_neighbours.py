@@ -249,9 +249,11 @@ def test_the_tables_and_the_picture(measured, tmp_path, monkeypatch):
     monkeypatch.setattr(results, "save", lambda drawing, name: drawn.append((drawing, name)))
     neighbours.draw(x)
     ((drawing, name),) = drawn
-    assert name == "neighbours" and [axis.get_title() for axis in drawing.axes] == ["score", "judge"]
-    labels = drawing.axes[1].get_legend_handles_labels()[1]
-    assert labels == ["the best policy, over beta", "best of 4, 16, 64", "PPO"]
+    assert name == "neighbours" and [axis.get_title() for axis in drawing.axes] == ["score", "judge", "optimality, less PPO's"]
+    assert [label.get_text() for label in drawing.axes[2].get_yticklabels()] == ["PPO"] and len(drawing.axes[0].containers) == 1
+    x["neighbours"]["rows"]["PPO"]["kl"]["mean"] = 14.0
+    neighbours.draw(x)
+    assert not drawn[-1][0].axes[0].containers and len(drawn[-1][0].axes[2].containers) == 1
     x["neighbours"]["rows"]["RLOO"] = x["neighbours"]["rows"]["PPO"] | {"gain": {"mean": -0.25, "se": 0.5, "seeds": 3}}
     assert " | 0.200 ± 0.058 | -0.250 ± 0.500 | 2.00 " in neighbours.tables(x)["neighbours"].splitlines()[3]
 
