@@ -238,10 +238,9 @@ def summarise(bench):
         out["search"][name] = [{"flags": flags, "objective": job.objective()} for flags, job in done.items()]
         if bench.best(name) and (rows := measured(bench.full(name), sticks)):
             out["rows"][name] = {"flags": bench.best(name), **over_seeds(rows)}
-            first = first or rows  # PPO's; on the same seeds the differences are known better than either mean
+            first = first or rows  # PPO's
             if len(rows) == len(first):
-                gains = [row["optimality"] - ppo["optimality"] for row, ppo in zip(rows, first)]
-                out["rows"][name]["gain"] = shared.mean_and_error(gains)
+                out["rows"][name]["gain"] = shared.differences(rows, first)
     for (name, beta), jobs in bench.hacking().items():
         if rows := measured(jobs, sticks):
             out["hacking"].append({"name": name, "beta": beta, **over_seeds(rows)})
