@@ -17,8 +17,8 @@ and then with its own flags (`own`, dataclasses) and with the rows of the files 
 `without` names the flags of PPO that it does not read. Data, log, --resume and report are those of
 train_ppo.py. All is written to out/NAME, where ppo.pt and "PPO" in the report mean the variation.
 
-Where a file speaks of its *expected step*, it means one plain gradient step (no Adam, no value
-loss) times the number of tokens that the loss was divided by, on average over what is sampled.
+Where a file speaks of its *expected step*, it means, on average over what is sampled, one plain
+gradient step (no Adam, no value loss) on the loss summed, not averaged, over the tokens.
 """
 
 import shutil

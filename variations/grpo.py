@@ -6,7 +6,7 @@
 For the k responses to a prompt (DeepSeekMath, arXiv:2402.03300, section 4.1.2 and eq. 3 and 4)
 
     A_i = (score_i - mean) / std
-    J = mean over i of the mean over the tokens of response i of
+    L = mean over i of the mean over the tokens of response i of
         min(ratio A_i, clipped ratio A_i) - beta (q - 1 - log q),       q = ref / pi of the token
 
 What each part does to the expected step (at ratio 1; tests/test_variations.py, to 1e-9):
@@ -14,9 +14,9 @@ What each part does to the expected step (at ratio 1; tests/test_variations.py, 
 mean    of all k, response i among them: the step is (k - 1) / k of the gradient of E[score].
 std     no longer the gradient of E[score]: prompts whose scores hardly differ count as much as
         others. With k = 2, A is 1 or -1, however far apart the scores are, and the step is the
-        gradient of P(win) - P(lose) against another sample. (And std divides no beta.)
-tokens  count less in long responses. --no_length: a mean over all tokens (Dr. GRPO: by a constant).
-k3      q - 1 - log q as a loss has the gradient of KL(ref || pi), not of the KL(pi || ref) in J.
+        gradient of P(win) - P(lose) against another sample. Beta is not divided by std.
+tokens  count less in long responses. --no_length: all alike (Dr. GRPO divides by a constant).
+k3      q - 1 - log q as a loss has the gradient of KL(ref || pi); PPO's J has KL(pi || ref).
 """
 
 from dataclasses import dataclass
