@@ -44,7 +44,7 @@ SETTINGS = {
 }
 NEIGHBOURS = {
     "RLOO": "variations.rloo --kl_coef 0.25 --steps 300",
-    "DPO": "variations.dpo --kl_coef 0.1 --lr 1e-4 --steps 300",
+    "DPO": "variations.dpo --kl_coef 0.3 --lr 1e-4 --steps 100",  # later it knows all pairs by heart
 }
 ANSWERS = 16  # to each opening
 
