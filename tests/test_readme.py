@@ -105,6 +105,16 @@ def test_the_grades_named_in_the_readme_are_those_of_the_five_seeds():
     assert f"The SFT model gets {sft:.1f} from him on average, like the crowd; after PPO it is about {ppo:.1f}." in text
 
 
+def test_what_is_said_of_the_classifier_and_of_the_neighbours_is_what_was_measured():
+    x, text = RESULTS["real"]["reviews"]["judged"], " ".join(TEXT["RESULTS.md"].split())
+    right, error = x["classifier"]["right"]
+    others = round(right * (1 - right) / error**2)
+    said = f"It has learned from {x['classifier']['reviews']:,} reviews, and is right about {100 * right:.0f} % of {others} others."
+    assert said in text
+    x = RESULTS["neighbours"]
+    assert f"{x['responses']:,} responses, {x['steps']} iterations of {x['responses'] // x['steps']}" in text
+
+
 def test_the_pictures_and_the_files_are_there():
     for text in TEXT.values():
         for path in re.findall(r"\]\(([\w./]+)\)", text):
