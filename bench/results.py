@@ -37,35 +37,38 @@ BETAS = (0.03, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0, 5.0)
 ABLATIONS = {
     "default": "",
     "no clipping": "--clip_eps inf --value_clip inf",
+    "one step per batch": "--minibatches 1",
+    "no value function": "--lam 1 --vf_coef 0",
+    "lam = 0": "--lam 0",
+    "lam = 0.95": "--lam 0.95",
+    "no advantage whitening": "",
+    "KL in the loss": "--kl_coef 0 --kl_loss_coef 0.2",
+    "beta = 0": "--kl_coef 0",
+    "beta = 0.03": "--kl_coef 0.03",
+    "beta = 0.3": "--kl_coef 0.3",
+    "adaptive KL, target 3": "--kl_target 3 --kl_horizon 5000",
+    "separate critic": "--separate_critic",
+    "scores not normalised": "",
+    "a quarter of the pairs": "",
+    "a quarter of the pairs, beta = 0": "--kl_coef 0",
+}
+# Settings that other texts and programs have, as many iterations.
+QUESTIONS = {
     "clip at 0.1": "--clip_eps 0.1",
     "clip at 0.3": "--clip_eps 0.3",
     "four passes": "--epochs 4",
     "four passes, no clipping": "--epochs 4 --clip_eps inf --value_clip inf",
     "four passes, lower lr": f"--epochs 4 --lr {PPOConfig.lr / 4:g}",
     "four passes, lower lr, no clipping": f"--epochs 4 --lr {PPOConfig.lr / 4:g} --clip_eps inf --value_clip inf",
-    "one step per batch": "--minibatches 1",
-    "no value function": "--lam 1 --vf_coef 0",
-    "lam = 0": "--lam 0",
-    "lam = 0.95": "--lam 0.95",
     "gamma = 0.95": "--gamma 0.95",
     "value loss x 5": "--vf_coef 0.5",
     "value loss x 10": "--vf_coef 1",
-    "no advantage whitening": "",
     "entropy bonus 0.01": "--entropy_coef 0.01",
     "entropy bonus 0.1": "--entropy_coef 0.1",
     "KL in the loss too": "--kl_loss_coef 0.05",
-    "KL in the loss": "--kl_coef 0 --kl_loss_coef 0.2",
-    "beta = 0": "--kl_coef 0",
-    "beta = 0.03": "--kl_coef 0.03",
-    "beta = 0.3": "--kl_coef 0.3",
-    "adaptive KL, target 3": "--kl_target 3 --kl_horizon 5000",
     "reference moves, every iteration": "--ref_update_every 1",
     "reference moves, every 50": "--ref_update_every 50",
     "length penalty": "--length_penalty 0.05",
-    "separate critic": "--separate_critic",
-    "scores not normalised": "",
-    "a quarter of the pairs": "",
-    "a quarter of the pairs, beta = 0": "--kl_coef 0",
 }
 TEXTS = ("README.md", "RESULTS.md")
 FILES = {
@@ -156,7 +159,8 @@ def missing():
     """Everything still to be run, as (name, seed, flags); the default at full length comes first."""
     runs = [("full", seed, []) for seed in range(SEEDS)]
     for seed in range(FEW_SEEDS):
-        runs += [(name, seed, ["--steps", "100", "--no_report", *flags.split()]) for name, flags in ABLATIONS.items()]
+        settings = {**ABLATIONS, **QUESTIONS}.items()
+        runs += [(name, seed, ["--steps", "100", "--no_report", *flags.split()]) for name, flags in settings]
     return [(name, seed, flags) for name, seed, flags in runs if not (folder(name, seed) / "ppo.done").exists()]
 
 
@@ -263,8 +267,13 @@ def summarise():
 
     out["best_of_n"] = {n: over_seeds([stick("full", seed).best_of(n) for seed in seeds]) for n in (4, 16, 64)}
     out["optimum"] = {beta: over_seeds([optimum(stick("full", seed).reference, beta) for seed in seeds]) for beta in BETAS}
-    if (folder(HACKED, FEW_SEEDS - 1) / "ppo.done").exists():  # the last of the ablations: all have run
-        out |= summarise_ablations(stick)
+    for key, settings in (("ablations", ABLATIONS), ("questions", {"default": "", **QUESTIONS})):
+        if all((folder(name, seed) / "ppo.done").exists() for name in settings for seed in range(FEW_SEEDS)):
+            out[key] = summarise_settings(stick, settings)
+    if "ablations" in out:
+        policy, _, _ = load_checkpoint(folder(HACKED, 0) / "ppo.pt", ("ppo",))
+        out["hacked"] = worst_of(*stick(HACKED, 0).measure(policy)[1:], stick(HACKED, 0))
+        out["paths"] = {name: path_of(name) for name in ("beta = 0.03", "default", "beta = 0.3", HACKED)}
     return out
 
 
@@ -278,21 +287,16 @@ def differences(rows, first):
     return mean_and_error([row["optimality"] - other["optimality"] for row, other in zip(rows, first, strict=True)])
 
 
-def summarise_ablations(stick):
-    out, first = {"ablations": {}}, None
-    for name, flags in ABLATIONS.items():
-        rows = []
-        for seed in range(FEW_SEEDS):
-            policy, _, _ = load_checkpoint(folder(name, seed) / "ppo.pt", ("ppo",))
-            row, x, texts = stick(name, seed).measure(policy)
-            rows.append(row)
-            if name == HACKED and seed == 0:
-                out["hacked"] = worst_of(x, texts, stick(name, seed))
-        first = first or rows  # the default's
-        out["ablations"][name] = {"flags": flags, **over_seeds(rows)}
+def summarise_settings(stick, settings):
+    """{setting: flags}, the default among them, all of which have been run -> {setting: its figures}."""
+    out = {}
+    runs = {name: [load_checkpoint(folder(name, seed) / "ppo.pt", ("ppo",))[0] for seed in range(FEW_SEEDS)] for name in settings}
+    rows = {name: [stick(name, i).measure(policy)[0] for i, policy in enumerate(policies)] for name, policies in runs.items()}
+    for name, flags in settings.items():
+        out[name] = {"flags": flags, **over_seeds(rows[name])}
         if models_of(name, 0) == models_of("default", 0) and name != "default":
-            out["ablations"][name]["gain"] = differences(rows, first)
-    return out | {"paths": {name: path_of(name) for name in ("beta = 0.03", "default", "beta = 0.3", HACKED)}}
+            out[name]["gain"] = differences(rows[name], rows["default"])
+    return out
 
 
 def worst_of(x, texts, stick):
@@ -387,11 +391,12 @@ def ablation_tables(results):
     systems = {"SFT model": reports[0]["sft"], "PPO, beta = 0.1": reports[0]["ppo"], "PPO, beta = 0": results["no_penalty"]["ppo"]}
     rows = [[label, *(f"{x[name]:.2f} ± {x[name + '_se']:.2f}" for name in names)] for label, x in systems.items()]
     out["no_penalty"] = table(["", "judge", "score", "KL", "end-of-text", "length"], rows)
-    names, rows = ("judge", "score", "kl"), []
-    for name, x in results["ablations"].items():
-        figures = cell(x["optimality"]), cell(x.get("gain"), 3), *(cell(x[key]) for key in names)
-        rows += [[name, f"`{x['flags']}`" if x["flags"] else "", *figures]]
-    out["ablations"] = table(["setting", "flags", "optimality", "less the default's", "judge", "score", "KL"], rows)
+    for key in ("ablations", "questions"):
+        rows = []
+        for name, x in results.get(key, {}).items():
+            figures = cell(x["optimality"]), cell(x.get("gain"), 3), *(cell(x[figure]) for figure in ("judge", "score", "kl"))
+            rows += [[name, f"`{x['flags']}`" if x["flags"] else "", *figures]]
+        out[key] = table(["setting", "flags", "optimality", "less the default's", "judge", "score", "KL"], rows)
     names, rows = ("score", "judge", "kl"), []
     for x in results["hacked"]:
         rows += [[f"{x['prompt']} **{x['response'].strip()}**", *(f"{x[key]:.2f}" for key in names)]]

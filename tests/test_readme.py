@@ -26,7 +26,7 @@ MARKERS = {
     "README.md": ["favourable", "run", "example", "files"],
     "RESULTS.md": ["systems", "seeds", "gap", "passes", "accident", "again", "cures", "ablations", "no_penalty", "hacked",
                    "real", "reviews", "judged", "memory", "memory_measured", "speed", "growth", "nanogpt", "ladder", "neighbours",
-                   "ensembles"],
+                   "ensembles", "questions"],
 }
 
 
