@@ -20,7 +20,7 @@ from minippo import GPT, GPTConfig, RewardModel, evaluate_actions, frozen_copy, 
 from plumbing.text import pad_completions
 from variations.reinforce import reinforce_advantages
 
-PROMPTS = [[0], [1, 0, 1], [0, 1]]
+PROMPTS = [[0], [1, 0, 1], [0, 1]]  # of different lengths, in one batch
 
 
 def responses(vocab_size, horizon):

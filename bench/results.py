@@ -392,11 +392,13 @@ def ablation_tables(results):
     rows = [[label, *(f"{x[name]:.2f} ± {x[name + '_se']:.2f}" for name in names)] for label, x in systems.items()]
     out["no_penalty"] = table(["", "judge", "score", "KL", "end-of-text", "length"], rows)
     for key in ("ablations", "questions"):
-        rows = []
+        rows, names = [], {"optimality": "optimality", "gain": "less the default's", "judge": "judge", "score": "score", "kl": "KL"}
+        if not any("gain" in x for x in results.get(key, {}).values()):  # runs that were measured before there was this column
+            del names["gain"]
         for name, x in results.get(key, {}).items():
-            figures = cell(x["optimality"]), cell(x.get("gain"), 3), *(cell(x[figure]) for figure in ("judge", "score", "kl"))
+            figures = (cell(x.get(figure), 3 if figure == "gain" else 2) for figure in names)
             rows += [[name, f"`{x['flags']}`" if x["flags"] else "", *figures]]
-        out[key] = table(["setting", "flags", "optimality", "less the default's", "judge", "score", "KL"], rows)
+        out[key] = table(["setting", "flags", *names.values()], rows)
     names, rows = ("score", "judge", "kl"), []
     for x in results["hacked"]:
         rows += [[f"{x['prompt']} **{x['response'].strip()}**", *(f"{x[key]:.2f}" for key in names)]]

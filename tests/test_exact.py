@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bench import ladder
+from bench.ladder import PROMPTS, responses
 from minippo import (
     PPOConfig,
     RewardModel,
@@ -40,17 +41,7 @@ def how(request, as_written):
         fast.install()
 
 
-PROMPTS = [[0], [1, 0, 1], [0, 1]]  # of different lengths, in one batch
 EXACT = {"minibatches": 1, "max_grad_norm": inf, "vf_coef": 0.0}
-
-
-def responses(vocab_size, horizon):
-    """All that may be sampled: up to the end token, the last id, or cut off at the horizon."""
-    eos = vocab_size - 1
-    for length in range(1, horizon + 1):
-        for words in itertools.product(range(eos), repeat=length - 1):
-            yield [*words, eos]
-    yield from (list(words) for words in itertools.product(range(eos), repeat=horizon))
 
 
 def score_by(reward_model):
