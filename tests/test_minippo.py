@@ -1083,7 +1083,9 @@ def test_an_update_that_is_not_finite_stops_before_the_weights_are_touched(name,
     assert torch.equal(weights(policy), before)
 
 
-@pytest.mark.parametrize("changes", [{"batch_size": 2, "minibatches": 3}, {"batch_size": 8, "kl_horizon": 7}, {"epochs": 0}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{"batch_size": 2, "minibatches": 3}, {"batch_size": 8, "kl_horizon": 7}, {"epochs": 0}], ids=str
+)
 def test_settings_that_contradict_each_other_are_refused(changes):
     with pytest.raises(ValueError, match="batch_size should be between minibatches and kl_horizon"):
         PPOConfig(**changes)
