@@ -50,8 +50,8 @@ The other rows belong to section 5. lam is a setting; the value after the last a
     whitened     .     -1.16   1.28  -0.12   .
 """
 
+import copy
 import math
-from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
@@ -63,17 +63,18 @@ import torch.nn.functional as F
 #
 # A GPT-2 (Radford et al., 2019). The policy adds a value head to it: one number per position. The
 # reward model has a score head in place of the vocabulary head: one number per row. (The scripts
-# compute the same with less work: plumbing/fast.py skips padding and samples with a cache.)
+# train these very networks. Only attention is handed its rows in another form: plumbing/fast.py
+# leaves padding out, and keeps the keys and values of earlier tokens while it samples.)
 
 
 @dataclass
 class GPTConfig:
-    vocab_size: int = 1024  # tokens in the vocabulary; the last one is the end token
-    context: int = 128  # longest prompt and response together, in tokens
-    layers: int = 4  # transformer blocks
-    heads: int = 4  # attention heads
-    channels: int = 96  # width of the model; a multiple of heads
-    dropout: float = 0.0  # share of activations dropped in SFT and reward model; never in PPO
+    vocab_size: int = 1024  # tokens in the vocabulary; the last one is the end token [257, 1e6]
+    context: int = 128  # longest prompt and response together, in tokens [8, inf]
+    layers: int = 4  # transformer blocks [1, inf]
+    heads: int = 4  # attention heads [1, inf]
+    channels: int = 96  # width of the model; a multiple of heads [1, inf]
+    dropout: float = 0.0  # share of activations dropped in stages 1 and 2; never in PPO [0, 0.9]
     separate_critic: bool = False  # values from a network of their own, not from a second head
 
     def __post_init__(self):
@@ -139,8 +140,7 @@ class Trunk(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
-    def forward(self, tokens, read=None):
-        """read (B, T): which hidden states will be read. Only plumbing/fast.py makes use of it."""
+    def forward(self, tokens):
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
         for block in self.blocks:
@@ -162,11 +162,10 @@ class GPT(nn.Module):
         nn.init.zeros_(self.value_head.weight)  # all values start at 0, not at random ones
         nn.init.zeros_(self.value_head.bias)
 
-    def hidden(self, tokens, read=None):
+    def hidden(self, tokens):
         """tokens (B, T) -> what vocabulary head and value head read, (B, T, C) each."""
-        hidden = self.trunk(tokens, read)
-        value_hidden = hidden if self.critic is None else self.critic(tokens, read)
-        return hidden, value_hidden
+        hidden = self.trunk(tokens)
+        return hidden, hidden if self.critic is None else self.critic(tokens)
 
     def forward(self, tokens):
         """tokens (B, T) -> logits (B, T, V), values (B, T); both at t belong to token t + 1."""
@@ -185,7 +184,7 @@ class RewardModel(nn.Module):
     def __init__(self, config_or_gpt):
         super().__init__()
         gpt = config_or_gpt if isinstance(config_or_gpt, GPT) else GPT(config_or_gpt)
-        self.config, self.trunk = gpt.config, deepcopy(gpt.trunk)
+        self.config, self.trunk = gpt.config, copy.deepcopy(gpt.trunk)
         self.score_head = nn.Linear(self.config.channels, 1)
         std = 1 / math.sqrt(self.config.channels + 1)  # Stiennon et al., arXiv:2009.01325
         nn.init.normal_(self.score_head.weight, std=std)
@@ -196,7 +195,7 @@ class RewardModel(nn.Module):
     def forward(self, tokens, lengths):
         """tokens (B, T), lengths (B,) -> (B,), read at the last token, which has seen them all."""
         last = torch.arange(tokens.shape[1], device=tokens.device) == lengths[:, None] - 1  # (B, T)
-        hidden = self.trunk(tokens, last)[last]  # (B, C): `last` is true once in each row
+        hidden = self.trunk(tokens)[last]  # (B, C): `last` is true once in each row
         return (self.score_head(hidden).squeeze(-1) - self.mean) / self.std
 
 
@@ -248,12 +247,12 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0, with_entropy=True):
 
     Log-probabilities and entropy are in nats, and those of softmax(logits / temperature). The mean
     of -logprobs over the mask is the loss of SFT. The policy must have three attributes: lm_head;
-    value_head; and hidden(tokens, read), which returns two tensors (B, T, C), the input of lm_head
-    and the input of value_head (`read` may be ignored).
+    value_head; and hidden(tokens), which returns two tensors (B, T, C), the input of lm_head and
+    the input of value_head.
     """
     check_mask(mask, tokens[:, 1:])
     states, actions = tokens[:, :-1], tokens[:, 1:]
-    hidden, value_hidden = policy.hidden(states, mask)
+    hidden, value_hidden = policy.hidden(states)
     logits = policy.lm_head(hidden[mask])  # (N, V), not (B, T-1, V): V is large
     logprobs = gather_logprobs(logits, actions[mask], temperature)  # (N,)
     values = policy.value_head(value_hidden[mask]).squeeze(-1)  # (N,)
@@ -270,14 +269,8 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0, with_entropy=True):
 
 
 def draw(logits):
-    """A random token from each softmax(logits): (B, V) -> (B,).
-
-    Cut the interval from 0 to 1 into pieces as long as the probabilities, draw a number u, and take
-    the token whose piece u falls into. (torch.multinomial does the same, and takes longer.)
-    """
-    ends = logits.softmax(-1).cumsum(-1, dtype=torch.float64)  # where the pieces end
-    u = torch.rand(len(logits), 1, dtype=torch.float64, device=logits.device) * ends[:, -1:]
-    return torch.searchsorted(ends, u, right=True).squeeze(1).clamp(max=logits.shape[-1] - 1)
+    """A random token from each softmax(logits): (B, V) -> (B,)."""
+    return torch.multinomial(logits.softmax(-1), 1).squeeze(1)
 
 
 @torch.no_grad()
@@ -294,15 +287,16 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
     T = min(max(map(len, prompts)) + max_new_tokens, context)
     tokens = torch.tensor([ids + [0] * (T - len(ids)) for ids in prompts], device=device)
     prompt_lengths = torch.tensor([len(ids) for ids in prompts], device=device)
-    limit = (prompt_lengths + max_new_tokens).clamp(max=context)
-    lengths, going = prompt_lengths, torch.arange(len(prompts), device=device)  # rows not ended yet
-    while len(going):  # each round adds a token to R rows
-        last = torch.arange(T, device=device) == lengths[going, None] - 1  # (R, T)
-        hidden = policy.trunk(tokens[going], last)[last]  # (R, C): reads everything again, plainly
-        token = draw(policy.lm_head(hidden) / temperature)  # (R,)
-        tokens[going, lengths[going]] = token
-        lengths = lengths.index_add(0, going, torch.ones_like(going))
-        going = going[(token != policy.config.eos) & (lengths[going] < limit[going])]
+    limits = (prompt_lengths + max_new_tokens).clamp(max=context)
+    lengths = prompt_lengths.clone()
+    going = torch.ones_like(lengths, dtype=torch.bool)  # rows that have not ended
+    while going.any():  # each round adds a token to these rows
+        last = torch.arange(T, device=device) == lengths[:, None] - 1  # (B, T)
+        hidden = policy.trunk(tokens)[last]  # (B, C): reads everything again, plainly
+        token = draw(policy.lm_head(hidden) / temperature)  # (B,)
+        tokens[going, lengths[going]] = token[going]
+        lengths += going
+        going = going & (token != policy.config.eos) & (lengths < limits)
     T = int(lengths.max())
     tokens, mask = tokens[:, :T], response_mask(prompt_lengths, lengths, T)
     logprobs, values, _ = evaluate_actions(policy, tokens, mask, temperature, with_entropy=False)
@@ -488,50 +482,38 @@ def adapt_kl_coef(kl_coef, kl, kl_target, responses, kl_horizon):
 # 6. The loop
 #
 #     ppo_iteration
-#         rollout         generate, evaluate_actions by the reference, score_responses
-#         kl_adjusted_rewards, gae, whiten
-#         ppo_update      for each gradient step: ppo_loss (policy_loss, value_loss), gradient_step
+#         rollout         phases 1 and 2: generate, score_responses, evaluate_actions by ref
+#         credit          phase 3: kl_adjusted_rewards, gae, whiten
+#         ppo_update      phase 4: for each gradient step ppo_loss, backward(), gradient_step
 #
 # A *rollout* is a batch of sampled responses and what is recorded of them, a dict: tokens (B, T);
-# scores, ended (B,); mask, logprobs, ref_logprobs, values (B, T-1). To these, ppo_iteration adds
-# rewards, advantages (whitened) and returns (B, T-1).
+# scores, ended (B,); mask, old_logprobs, old_values, ref_logprobs (B, T-1). There is no old
+# network: the old policy lives on in these two recorded tensors. `credit` adds rewards, advantages,
+# whitened, returns (B, T-1). In ppo_loss, logprobs and values are those of the policy as it is now.
 
 
 @dataclass
 class PPOConfig:
-    max_new_tokens: int = 48  # longest response, in tokens
-    temperature: float = 1.0  # divides the logits, in sampling and in every log pi
-    length_penalty: float = 0.0  # subtracted from the score for each token of the response
-    missing_eos_penalty: float = 1.0  # subtracted from the score of a response that was cut off
-    kl_coef: float = 0.1  # beta, the price of one nat of KL to the reference, paid in the reward
-    gamma: float = 1.0  # discount per token
-    lam: float = 1.0  # GAE's lambda: 0 trusts the value function, 1 the sampled return
-    epochs: int = 1  # passes over each batch of responses
-    minibatches: int = 4  # gradient steps per pass
-    max_grad_norm: float = 1.0  # longer gradients are scaled down to this norm
-    clip_eps: float = 0.2  # a ratio gains nothing further away from 1 than this; inf: no clip
-    value_clip: float = 0.2  # a value gains nothing further away from its old one; inf: no clip
-    vf_coef: float = 0.1  # weight of the value loss; a large one disturbs the shared trunk
-    entropy_coef: float = 0.0  # weight of a bonus for entropy, against settling too early
-    kl_loss_coef: float = 0.0  # weight of a penalty on the KL per token in the loss (k2)
-    # What train_ppo.py does around the iterations:
-    steps: int = 600  # iterations
-    batch_size: int = 128  # prompts, and so responses, per iteration
-    lr: float = 8e-4  # peak learning rate of AdamW; it falls linearly to 0
-    warmup: int = 5  # iterations in which the learning rate climbs to its peak
-    kl_target: float = 6.0  # KL in nats that an adaptive beta steers to; needs a finite kl_horizon
-    kl_horizon: float = math.inf  # responses in which beta can change by a fifth; inf: fixed
-    ref_update_every: int = 0  # iterations after which the reference becomes the policy; 0: never
-
-    def __post_init__(self):
-        if self.epochs < 1 or not self.minibatches <= self.batch_size <= self.kl_horizon:
-            raise ValueError("batch_size should be between minibatches and kl_horizon, epochs > 0")
+    max_new_tokens: int = 48  # longest response, in tokens [1, inf]
+    temperature: float = 1.0  # divides the logits, in sampling and in every log pi [0.01, inf]
+    length_penalty: float = 0.0  # subtracted from the score for each token of a response [0, 1e6]
+    missing_eos_penalty: float = 1.0  # subtracted if a response was cut off [0, 1e6]
+    kl_coef: float = 0.1  # beta, the price in the reward of one nat of KL to the reference [0, 1e6]
+    gamma: float = 1.0  # discount per token [0, 1]
+    lam: float = 1.0  # GAE's lambda: 0 trusts the value function, 1 the sampled return [0, 1]
+    whiten: bool = True  # advantages with mean 0 and standard deviation 1
+    epochs: int = 1  # passes over each batch of responses [1, inf]
+    minibatches: int = 4  # gradient steps per pass [1, inf]
+    max_grad_norm: float = 1.0  # longer gradients are scaled down to this norm [0, inf]
+    clip_eps: float = 0.2  # a ratio gains nothing further from 1 than this; inf: no clip [0, inf]
+    value_clip: float = 0.2  # the same for a value and its old one; inf: no clip [0, inf]
+    vf_coef: float = 0.1  # weight of the value loss; large, it disturbs the shared trunk [0, inf]
+    entropy_coef: float = 0.0  # weight of a bonus for entropy, against settling early [0, inf]
+    kl_loss_coef: float = 0.0  # weight of a penalty on the KL per token in the loss (k2) [0, 1e6]
 
 
 def frozen_copy(model):
     """A copy that is never trained and has no dropout: the reference, or a reward model in use."""
-    import copy  # here, so that the function works when pasted elsewhere
-
     return copy.deepcopy(model).eval().requires_grad_(False)
 
 
@@ -546,70 +528,84 @@ def score_responses(score, tokens, mask, config, eos):
 
 @torch.no_grad()
 def rollout(policy, ref, score, prompts, config, generate=generate):
-    """Responses to the prompts (lists of ids), their scores, the reference's log-probabilities."""
-    settings = config.max_new_tokens, config.temperature
-    tokens, mask, logprobs, values = generate(policy, prompts, *settings)
-    ref_logprobs, _, _ = evaluate_actions(ref, tokens, mask, config.temperature, with_entropy=False)
+    """Phases 1 and 2: responses to the prompts (lists of ids), and what is recorded of them."""
+    tokens, mask, old_logprobs, old_values = generate(
+        policy, prompts, config.max_new_tokens, config.temperature
+    )
     scores, ended = score_responses(score, tokens, mask, config, policy.config.eos)
-    return {"tokens": tokens, "mask": mask, "logprobs": logprobs, "ref_logprobs": ref_logprobs,
-            "values": values, "scores": scores, "ended": ended}  # fmt: skip
+    ref_logprobs, _, _ = evaluate_actions(ref, tokens, mask, config.temperature, with_entropy=False)
+    return {
+        "tokens": tokens,
+        "mask": mask,
+        "scores": scores,
+        "ended": ended,
+        "old_logprobs": old_logprobs,
+        "old_values": old_values,
+        "ref_logprobs": ref_logprobs,
+    }
+
+
+def credit(batch, config, kl_coef):
+    """Phase 3: the reward of each token; and how much better than expected each action turned out.
+
+    A rollout -> rewards, advantages, whitened (what the policy loss uses), returns: (B, T-1) each.
+    """
+    old_logprobs, ref_logprobs, mask = batch["old_logprobs"], batch["ref_logprobs"], batch["mask"]
+    rewards = kl_adjusted_rewards(batch["scores"], old_logprobs, ref_logprobs, mask, kl_coef)
+    advantages, returns = gae(rewards, batch["old_values"], mask, config.gamma, config.lam)
+    whitened = whiten(advantages, mask) if config.whiten else advantages
+    return {"rewards": rewards, "advantages": advantages, "whitened": whitened, "returns": returns}
 
 
 def ppo_loss(policy, batch, config):
-    """The loss of some responses, a mean over their tokens, and stats."""
-    T = int(row_lengths(batch["mask"]).max())  # the longest row
-    data = {name: x[:, : T - 1] for name, x in batch.items() if x.dim() == 2}  # no padding
-    tokens, mask = batch["tokens"][:, :T], data["mask"]
-    how = config.temperature, config.entropy_coef > 0
-    logprobs, values, entropy = evaluate_actions(policy, tokens, mask, *how)
-    loss, stats = policy_loss(logprobs, data["logprobs"], data["advantages"], mask, config.clip_eps)
-    values_loss, more = value_loss(values, data["values"], data["returns"], mask, config.value_clip)
-    k2 = masked_mean(0.5 * (logprobs - data["ref_logprobs"]) ** 2, mask)
+    """The loss of some responses, a mean over their tokens; and stats, the count of tokens too."""
+    tokens, mask, old_logprobs = batch["tokens"], batch["mask"], batch["old_logprobs"]
+    logprobs, values, entropy = evaluate_actions(
+        policy, tokens, mask, config.temperature, with_entropy=config.entropy_coef > 0
+    )
+    loss, stats = policy_loss(logprobs, old_logprobs, batch["whitened"], mask, config.clip_eps)
+    value_term, value_stats = value_loss(
+        values, batch["old_values"], batch["returns"], mask, config.value_clip
+    )
+    k2 = masked_mean(0.5 * (logprobs - batch["ref_logprobs"]) ** 2, mask)
     bonus = config.entropy_coef * masked_mean(entropy, mask)
-    loss = loss + config.vf_coef * values_loss + config.kl_loss_coef * k2 - bonus
-    return loss, {"loss": loss.item(), "tokens": int(mask.sum()), **stats, **more}
+    loss = loss + config.vf_coef * value_term + config.kl_loss_coef * k2 - bonus
+    return loss, {"loss": loss.item(), "count": int(mask.sum()), **stats, **value_stats}
 
 
 def gradient_step(optimizer, max_grad_norm):
     """One step down the gradient that backward() has left -> its norm, before it was scaled down.
-    FloatingPointError, before any weight changes, if that is not finite. A separate critic has a
-    norm of its own (train_ppo.py makes it another "network"); the policy's is returned."""
-    networks = {}
-    for group in optimizer.param_groups:
-        networks.setdefault(group.get("network"), []).extend(group["params"])
-    norms = [nn.utils.clip_grad_norm_(x, max_grad_norm).item() for x in networks.values()]
-    if not math.isfinite(sum(norms)):
-        raise FloatingPointError(f"the norm of the gradient is {sum(norms)}")
+    FloatingPointError, before any weight changes, if that is not finite."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm).item()
+    if not math.isfinite(norm):
+        raise FloatingPointError(f"the norm of the gradient is {norm}")
     optimizer.step()
-    return norms[0]
+    return norm
 
 
-def merge(parts):
-    """Stats of parts of a batch -> of the whole: means over its tokens, the largest ratio_max."""
-    total = sum(part["tokens"] for part in parts)
-    means = {name: sum(s["tokens"] * s[name] for s in parts) / total for name in parts[0]}
-    return means | {"tokens": total, "ratio_max": max(part["ratio_max"] for part in parts)}
+def average(stats):
+    """A list of dicts of numbers -> their means; of ratio_max, the largest."""
+    means = {name: sum(s[name] for s in stats) / len(stats) for name in stats[0]}
+    largest = {name: max(s[name] for s in stats) for name in stats[0] if name == "ratio_max"}
+    return means | largest
 
 
-def ppo_update(policy, optimizer, batch, config, micro_batch=0, loss_of=ppo_loss):
-    """epochs x minibatches gradient steps on one batch -> a list: the stats of each pass over it.
-
-    micro_batch: responses in memory at once; 0: all. It changes no gradient. loss_of: another loss.
-    """
-    passes, mask = [], batch["mask"]
+def ppo_update(policy, optimizer, batch, config, loss_of=ppo_loss):
+    """Phase 4: make more probable what turned out better than expected, and correct the
+    expectations, in epochs x minibatches gradient steps -> the average stats of each epoch."""
+    passes, B = [], len(batch["tokens"])
     for _ in range(config.epochs):
         steps = []
-        for rows in torch.randperm(len(mask), device=mask.device).tensor_split(config.minibatches):
+        for rows in torch.randperm(B, device=batch["tokens"].device).tensor_split(
+            config.minibatches
+        ):
             optimizer.zero_grad()
-            pieces, count = [], int(mask[rows].sum())
-            for piece in rows.split(micro_batch or len(rows)):
-                part = {name: x[piece] for name, x in batch.items()}
-                loss, stats = loss_of(policy, part, config)
-                (loss * stats["tokens"] / count).backward()  # a mean over all tokens of the rows
-                pieces.append(stats)
-            norm = gradient_step(optimizer, config.max_grad_norm)
-            steps.append(merge(pieces) | {"grad_norm": norm})
-        passes.append(merge(steps))
+            loss, stats = loss_of(policy, {name: x[rows] for name, x in batch.items()}, config)
+            loss.backward()
+            stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
+            steps.append(stats)
+        passes.append(average(steps))
     return passes
 
 
@@ -622,35 +618,45 @@ def explained_variance(values, returns, mask):
 
 def describe(batch, kl_coef):
     """What to watch in a batch: means over its responses, or over their tokens."""
-    mask, scores, logprobs = batch["mask"], batch["scores"], batch["logprobs"]
-    kl, kl_k3 = kl_per_response(logprobs, batch["ref_logprobs"], mask)
+    mask, scores, old_logprobs = batch["mask"], batch["scores"], batch["old_logprobs"]
+    kl, kl_k3 = kl_per_response(old_logprobs, batch["ref_logprobs"], mask)
     means = {
-        "score": scores, "kl": kl, "kl_k3": kl_k3, "rlhf_reward": scores - kl_coef * kl,
-        "entropy": -logprobs[mask],  # H = E[-log pi], over what was sampled
-        "response_length": mask.sum(1).float(), "eos_rate": batch["ended"].float(),
-    }  # fmt: skip
+        "score": scores,
+        "kl": kl,
+        "kl_k3": kl_k3,
+        "rlhf_reward": scores - kl_coef * kl,
+        "entropy": -old_logprobs[mask],  # H = E[-log pi], over what was sampled
+        "response_length": mask.sum(1).float(),
+        "eos_rate": batch["ended"].float(),
+    }
     stats = {name: x.mean().item() for name, x in means.items()}
-    stats["explained_variance"] = explained_variance(batch["values"], batch["returns"], mask)
+    stats["explained_variance"] = explained_variance(batch["old_values"], batch["returns"], mask)
     return stats | {"kl_coef": kl_coef}
 
 
 def ppo_iteration(
-    policy, ref, score, prompts, optimizer, config, kl_coef, rollout=rollout, micro_batch=0
+    policy,
+    ref,
+    score,
+    prompts,
+    optimizer,
+    config,
+    kl_coef,
+    rollout=rollout,
+    credit=credit,
+    loss_of=ppo_loss,
 ):
     """One iteration of PPO on some prompts (lists of ids) -> the batch, and what to watch.
 
-    kl_coef: beta as it is now. rollout: another way to sample, for instance in pieces.
+    kl_coef: beta as it is now. PPO's neighbours are another credit, another loss_of, or both.
     """
     # 1. Sample a response to each prompt.  2. Score it, and ask the reference about its tokens.
     batch = rollout(policy, ref, score, prompts, config)
-    logprobs, ref_logprobs, mask = batch["logprobs"], batch["ref_logprobs"], batch["mask"]
-    # 3. The reward of each token; and how much better than expected each action turned out.
-    rewards = kl_adjusted_rewards(batch["scores"], logprobs, ref_logprobs, mask, kl_coef)
-    advantages, returns = gae(rewards, batch["values"], mask, config.gamma, config.lam)
-    batch |= {"rewards": rewards, "advantages": whiten(advantages, mask), "returns": returns}
-    # 4. Make more probable what turned out better than expected, and correct the expectations.
-    passes = ppo_update(policy, optimizer, batch, config, micro_batch)
-    return batch, {**describe(batch, kl_coef), **merge(passes), "passes": passes}
+    # 3. Rewards, advantages, returns.
+    batch |= credit(batch, config, kl_coef)
+    # 4. Some steps of gradient descent.
+    passes = ppo_update(policy, optimizer, batch, config, loss_of)
+    return batch, describe(batch, kl_coef) | average(passes) | {"passes": passes}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -658,15 +664,24 @@ def ppo_iteration(
 
 
 def trace(batch, row, spell):
-    """Print one response, an action per line: the header's table, turned round."""
+    """One response as lines of text, an action per line: the header's table, turned round."""
     x = {name: values[row] for name, values in batch.items()}
-    x |= {"kl": x["logprobs"] - x["ref_logprobs"], "raw": x["returns"] - x["values"]}
-    columns = "logprobs ref_logprobs kl rewards values raw returns advantages".split()
-    titles = "log pi,log ref,KL,reward,value,advantage,return,whitened".split(",")
-    print("".join(f"{title:>10}" for title in ["action", *titles]))
+    x["kl"] = x["old_logprobs"] - x["ref_logprobs"]
+    columns = {
+        "old_logprobs": "log pi",
+        "ref_logprobs": "log ref",
+        "kl": "KL",
+        "rewards": "reward",
+        "old_values": "value",
+        "advantages": "advantage",
+        "returns": "return",
+        "whitened": "whitened",
+    }
+    lines = ["".join(f"{title:>10}" for title in ["action", *columns.values()])]
     for t in x["mask"].nonzero().flatten().tolist():
-        numbers = "".join(f"{x[name][t]:10.2f}" for name in columns)
-        print(f"{spell(x['tokens'][t + 1].item()):>10}" + numbers)
+        numbers = "".join(f"{round(x[name][t].item(), 2) + 0.0:10.2f}" for name in columns)
+        lines.append(f"{spell(x['tokens'][t + 1].item()):>10}{numbers}")
+    return lines
 
 
 def main():
@@ -678,20 +693,20 @@ def main():
         return (torch.where(turns, 0.5, -0.5) * mask).sum(1)
 
     torch.manual_seed(0)
-    config = PPOConfig(steps=100, max_new_tokens=8, lr=3e-3)
+    iterations, lr, config = 100, 3e-3, PPOConfig(max_new_tokens=8)
     policy = GPT(GPTConfig(len(letters), context=16, layers=2, channels=32)).eval()
     ref = frozen_copy(policy)
-    optimizer = torch.optim.AdamW(policy.parameters(), config.lr)
-    for step in range(config.steps):
-        optimizer.param_groups[0]["lr"] = config.lr * (1 - step / config.steps)
-        prompts = torch.randint(26, (config.batch_size, 1)).tolist()
+    optimizer = torch.optim.AdamW(policy.parameters(), lr)
+    for step in range(iterations):
+        optimizer.param_groups[0]["lr"] = lr * (1 - step / iterations)
+        prompts = torch.randint(26, (128, 1)).tolist()
         batch, stats = ppo_iteration(policy, ref, score, prompts, optimizer, config, config.kl_coef)
-        if step % 20 == 0 or step + 1 == config.steps:
+        if step % 20 == 0 or step + 1 == iterations:
             rows = zip(batch["tokens"][:4].tolist(), row_lengths(batch["mask"]).tolist())
             words = ["".join(letters[i] for i in ids[:n] if i < 26) for ids, n in rows]
             watch = "  ".join(f"{name} {stats[name]:5.2f}" for name in ("score", "kl", "entropy"))
             print(f"iteration {step + 1:3}  {watch}  {' '.join(words)}")
-    trace(batch, 0, letters.__getitem__)
+    print("\n".join(trace(batch, 0, letters.__getitem__)))
 
 
 if __name__ == "__main__":
