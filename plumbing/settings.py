@@ -42,9 +42,7 @@ class RunConfig:
     resume: bool = False  # go on where an interrupted run stopped
     overwrite: bool = False  # begin again, although an interrupted run is there
     save_every: int = 100  # steps between two saves of the state; it is saved by time too [1, inf]
-    tensorboard: bool = (
-        False  # write the metrics for TensorBoard too, into the folder tensorboard of --out
-    )
+    tensorboard: bool = False  # write the metrics for TensorBoard too, into out/tensorboard
 
     def __post_init__(self):
         self.data, self.out = Path(self.data), Path(self.out)
