@@ -630,7 +630,9 @@ def describe(batch, kl_coef):
         "eos_rate": batch["ended"].float(),
     }
     stats = {name: x.mean().item() for name, x in means.items()}
-    stats["explained_variance"] = explained_variance(batch["old_values"], batch["returns"], mask)
+    if "returns" in batch:
+        old_values, returns = batch["old_values"], batch["returns"]
+        stats["explained_variance"] = explained_variance(old_values, returns, mask)
     return stats | {"kl_coef": kl_coef}
 
 

@@ -124,12 +124,14 @@ class State:
     """The steps of a run, one after the other, also across interruptions.
 
     settings: what must be the same when the run goes on. made_from: the figures that came with the
-    checkpoints that it starts from, {"sft": ..., "rm": ...}. parts: whatever has a state_dict().
+    checkpoints that it starts from, {"sft": ..., "rm": ...}. parts: model, optimizer and whatever
+    else may have a state_dict().
     `values` holds other numbers that must survive an interruption.
     """
 
     def __init__(self, kind, run, settings, made_from=None, **parts):
-        self.kind, self.run, self.settings, self.parts = kind, run, settings, parts
+        self.kind, self.run, self.settings = kind, run, settings
+        self.parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
         self.path, self.log_path = run.out / f"{kind}_state.pt", run.out / f"{kind}.jsonl"
         self.made_from = made_from or {}
         self.step, self.seconds, self.done, self.values = 0, 0.0, False, {}
