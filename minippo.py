@@ -2,9 +2,9 @@
 
 RLHF (reinforcement learning from human feedback) turns a language model that merely imitates into
 one that does what people prefer, in three stages with a script each. Supervised fine-tuning (SFT,
-train_sft.py) imitates demonstrations. A reward model (train_rm.py) learns from pairs of answers
-which one people prefer. PPO (train_ppo.py) raises the reward model's score, but stays close to the
-SFT model. For prompts x, responses y sampled from the policy pi, and their scores, it maximises
+train_sft.py) imitates demonstrations. A reward model (train_rm.py) learns which of two answers
+people prefer. PPO (train_ppo.py) raises the reward model's score, but stays close to the SFT model.
+For prompts x, responses y sampled from the policy pi, and their scores, it maximises
 
     J(pi) = E[ score(x, y) ] - beta * KL(pi || ref)        (InstructGPT, arXiv:2203.02155, eq. 2)
 
@@ -594,12 +594,10 @@ def average(stats):
 def ppo_update(policy, optimizer, batch, config, loss_of=ppo_loss):
     """Phase 4: make more probable what turned out better than expected, and correct the
     expectations, in epochs x minibatches gradient steps -> the average stats of each epoch."""
-    passes, B = [], len(batch["tokens"])
+    passes, tokens = [], batch["tokens"]
     for _ in range(config.epochs):
-        steps = []
-        for rows in torch.randperm(B, device=batch["tokens"].device).tensor_split(
-            config.minibatches
-        ):
+        order, steps = torch.randperm(len(tokens), device=tokens.device), []
+        for rows in order.tensor_split(config.minibatches):
             optimizer.zero_grad()
             loss, stats = loss_of(policy, {name: x[rows] for name, x in batch.items()}, config)
             loss.backward()
