@@ -150,11 +150,11 @@ class State:
         """UserError if there is an unfinished run, and nobody said that it may be overwritten."""
         try:
             old = read_file(self.path, ("state",))
-            step, unfinished = old["step"], not old["done"]
-        except (UserError, KeyError):  # there is none, or none that could be used
+        except UserError:  # there is none, or none that could be used
             return
-        if unfinished and not self.run.overwrite:
-            where = f"{self.path}: a run was interrupted at step {step}"
+        old = old.get("values", {}) | old  # earlier versions kept `step` and `done` there
+        if not old.get("done") and not self.run.overwrite:
+            where = f"{self.path}: a run was interrupted at step {old.get('step')}"
             raise UserError(f"{where}; --resume goes on with it, --overwrite begins again")
 
     def load(self):
