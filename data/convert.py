@@ -1,19 +1,27 @@
-"""Your own rows as a data folder. FILE holds JSON lines, a JSON array of objects or, if its name is *.csv, CSV; gzipped or not.
+"""Your own rows as a data folder. FILE holds JSON lines, a JSON array of objects or, if its name
+ends in .csv, CSV; gzipped or not.
 
-    python data/convert.py FILE --out FOLDER --prompt question --completion answer             demonstrations: sft files
-    python data/convert.py FILE --out FOLDER --prompt question --chosen good --rejected bad    pairs: pref files
-    python data/convert.py FILE --out FOLDER --prompt question                                 prompts files
-    python data/convert.py FILE --out FOLDER --messages messages                               chats: sft files
-    python data/convert.py FILE --out FOLDER --chosen good --rejected bad                      pairs of chats: pref files
+    python data/convert.py FILE --out FOLDER and one of
 
-Each flag names a key of the objects, or a column in the header line of the CSV. Other files in FOLDER stay as they are.
+    --prompt question --completion answer             demonstrations: sft files
+    --prompt question --chosen good --rejected bad    pairs: pref files
+    --prompt question                                 prompts files
+    --messages messages                               chats: sft files
+    --chosen good --rejected bad                      pairs of chats: pref files
 
-An answer gets a leading space where neither the prompt ends nor the answer begins with white space. A chat is a list of messages
-{"role": ..., "content": ...}. The last one, by the assistant, is the answer. Those before are the prompt, written out like
-"User: ...\\nAssistant:". The two chats of a pair differ in the last message only.
+Each flag names a key of the objects, or a column in the header line of the CSV. Other files in
+FOLDER stay as they are.
 
-Rows are skipped and counted when the prompt or an answer is empty, the answers are equal, a chat cannot be cut like that, or the
-same row came before. A share of the prompts, chosen by a hash, is held out with all their rows. Any other fault ends the run.
+A chat is a list of messages {"role": ..., "content": ...}; the last one, by the assistant, is the
+answer, and those before are the prompt, written out like "User: ...\\nAssistant:". Or it is a
+transcript, one string "\\n\\nHuman: ...\\n\\nAssistant: ...": the prompt ends with the last
+"\\n\\nAssistant:", and the answer is what follows, without white space at the end. The two chats of
+a pair differ in the answer only. An answer gets a leading space where neither the prompt ends nor
+the answer begins with white space.
+
+Rows are skipped and counted when the prompt or an answer is empty, the answers are equal, a chat
+cannot be cut like that, or the same row came before. A share of the prompts, chosen by a hash, is
+held out with all their rows. Any other fault ends the run.
 """
 
 import argparse
@@ -26,18 +34,61 @@ import zlib
 from collections import Counter
 from pathlib import Path
 
+KEYS = {
+    "prompts": ("prompt",),
+    "sft": ("prompt", "completion"),
+    "pref": ("prompt", "chosen", "rejected"),
+}
+CHATS = [("messages",), ("chosen", "rejected")]
 FLAGS = ("prompt", "completion", "chosen", "rejected", "messages")
-USES = [("prompt",), ("prompt", "completion"), ("prompt", "chosen", "rejected"), ("messages",), ("chosen", "rejected")]
-WANTED = "it should hold JSON lines, a JSON array of objects, or, if its name ends in .csv or .csv.gz, CSV with a header line"
+WANTED = (
+    "it should hold JSON lines, a JSON array of objects, or, if its name ends in .csv or .csv.gz, "
+    "CSV with a header line"
+)
+TURN = "\n\nAssistant:"
 
 
-def csv_rows(text):
-    """Yields {name: value}, and () for the header and for blank rows, so that rows count as in a spreadsheet."""
+def held_out(prompts, share=0.05):
+    """-> the set of those to validate on. It goes by a hash: the same in every file, in any order.
+
+    Where 0 < share < 1, one prompt at least is held out and one at least is not, if there are two.
+    """
+    places = sorted((zlib.crc32(x.encode(errors="replace")) / 2**32, x) for x in set(prompts))
+    n = sum(place < share for place, _ in places)
+    if 0 < share < 1:
+        n = min(max(n, 1), len(places) - 1)
+    return {prompt for _, prompt in places[:n]}
+
+
+def write_rows(folder, task, rows, share=0.05):
+    """Write the train and the val file of "sft", "pref" or "prompts", and say how many rows.
+
+    Beside the file first and then renamed, so that what stands there is whole.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    val = held_out((row[0] for row in rows), share)
+    for split in ("train", "val"):
+        part = [row for row in rows if (row[0] in val) == (split == "val")]
+        if not part:
+            continue
+        path = folder / f"{task}_{split}.jsonl"
+        objects = (dict(zip(KEYS[task], row)) for row in part)
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in objects)
+        beside = path.with_suffix(".tmp")
+        # Half a surrogate pair is written as the escape that JSON has for it.
+        beside.write_bytes(lines.encode(errors="backslashreplace"))
+        os.replace(beside, path)
+        print(f"{path}: {len(part):,} rows written")
+
+
+def read_csv(text):
+    """Yields {name: value}, and () for the header and for blank rows: rows count as in a table."""
     csv.field_size_limit(2**31 - 1)
     names = ()
     for values in csv.reader(io.StringIO(text, newline=""), strict=True):
         if names and len(values) not in (0, len(names)):
-            raise ValueError(f"{len(values)} values for {len(names)} names; a value with a comma needs quotes")
+            found = f"{len(values)} values for {len(names)} names"
+            raise ValueError(f"{found}; a value with a comma needs quotes")
         yield dict(zip(names, values)) or ()
         names = names or values
 
@@ -47,13 +98,15 @@ def read_rows(path):
     where = path
     try:
         data = Path(path).read_bytes()
-        text = (gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data).decode("utf-8-sig")
+        data = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
+        text = data.decode("utf-8-sig")
         if str(path).lower().removesuffix(".gz").endswith(".csv"):
-            unit, rows = "row", csv_rows(text)
+            unit, rows = "row", read_csv(text)
         elif text.lstrip().startswith("["):
             unit, rows = "row", json.loads(text)
         else:
-            unit, rows = "line", (json.loads(line) if line.strip() else () for line in text.split("\n"))
+            unit = "line"
+            rows = (json.loads(line) if line.strip() else () for line in text.split("\n"))
         where = f"{path}, {unit} 1"
         for number, row in enumerate(rows, 2):
             if row != ():
@@ -61,65 +114,82 @@ def read_rows(path):
             where = f"{path}, {unit} {number}"
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
-        raise ValueError(f"{path}, line {line}: not UTF-8 ({error.reason}); save the file as UTF-8")
+        fault = f"not UTF-8 ({error.reason}); save the file as UTF-8"
+        raise ValueError(f"{path}, line {line}: {fault}")
     except (OSError, EOFError, zlib.error, ValueError, RecursionError, csv.Error) as error:
-        raise ValueError(f"{where}: cannot be read ({getattr(error, 'strerror', None) or error}); {WANTED}")
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{where}: cannot be read ({reason}); {WANTED}")
 
 
-def columns(where, row, keys, chats):
-    """The values of the keys: strings, or chats as [(role, content), ...]."""
-    kind, wanted, hint = str, "string", "; leave --prompt out if it is a chat"
-    if chats:
-        kind, wanted, hint = list, "list of messages", "; data/hh_rlhf.py cuts transcripts"
+def pick_values(where, row, keys, chats):
+    """The values of the keys: strings or, if they are chats, perhaps lists of messages."""
     if not isinstance(row, dict):
         raise ValueError(f"{where}: found {type(row).__name__}; {WANTED}")
     for key in keys:
         if key not in row:
-            raise ValueError(f"{where}: no key {key!r}; found {', '.join(map(repr, row)) or 'no key at all'}")
-        if not isinstance(row[key], kind):
-            hint *= isinstance(row[key], str | list)
-            raise ValueError(f"{where}: the value of {key!r} should be a {wanted}, found {json.dumps(row[key])[:40]}{hint}")
-    return [[spoken(where, message) for message in row[key]] if chats else row[key] for key in keys]
+            found = ", ".join(map(repr, row)) or "no key at all"
+            raise ValueError(f"{where}: no key {key!r}; found {found}")
+        value = row[key]
+        if chats and isinstance(value, list):
+            for message in value:
+                check_message(where, message)
+        elif not isinstance(value, str):
+            wanted = "list of messages or a transcript" if chats else "string"
+            hint = "; leave --prompt out if it is a chat" * isinstance(value, list)
+            found = f"{json.dumps(value)[:40]}{hint}"
+            raise ValueError(f"{where}: the value of {key!r} should be a {wanted}, found {found}")
+    return [row[key] for key in keys]
 
 
-def spoken(where, message):
-    if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+def check_message(where, message):
+    strings = isinstance(message, dict) and (message.get(key) for key in ("role", "content"))
+    if not strings or not all(isinstance(value, str) for value in strings):
         wanted = "a message should be an object with the strings 'role' and 'content'"
         raise ValueError(f"{where}: {wanted}, found {json.dumps(message)[:80]}")
-    return message["role"], message["content"]
 
 
-def written(chat):
-    """[("user", "Hi")] -> "User: Hi\\nAssistant:"; "" if nothing is said."""
-    lines = [f"{role.capitalize()}: {content.strip()}\n" for role, content in chat]
-    return "".join(lines) + "Assistant:" if any(content.strip() for _, content in chat) else ""
+def render_chat(messages):
+    """[{"role": "user", "content": "Hi"}] -> "User: Hi\\nAssistant:"; "" if nothing is said."""
+    lines = [f"{x['role'].capitalize()}: {x['content'].strip()}\n" for x in messages]
+    return "".join(lines) + "Assistant:" if any(x["content"].strip() for x in messages) else ""
 
 
-def cut(chats):
-    """One chat, or two that begin alike -> prompt and replies as text; else ValueError."""
-    if any(not chat or chat[-1][0] != "assistant" for chat in chats):
+def cut_chat(chat):
+    """A transcript or a list of messages -> prompt and reply; ValueError where there is none."""
+    if isinstance(chat, str):
+        beginning, turn, reply = chat.rpartition(TURN)
+        if not turn:
+            raise ValueError(f"no {TURN!r} in a transcript")
+        return beginning + turn, reply.rstrip()
+    if not chat or chat[-1]["role"] != "assistant":
         raise ValueError("no reply at the end")
-    if any(chat[:-1] != chats[0][:-1] for chat in chats):
-        raise ValueError("chats differ before the last message")
-    return written(chats[0][:-1]), *[chat[-1][1] for chat in chats]
+    return render_chat(chat[:-1]), chat[-1]["content"]
 
 
-def finished(prompt, *answers):
+def make_row(prompt, *answers):
     """-> the row to write; ValueError if it teaches nothing."""
-    said = [answer.strip() for answer in answers]
-    if not prompt.strip() or not all(said):
-        raise ValueError("empty answer" if prompt.strip() else "empty prompt")
-    if len(set(said)) < len(said):
+    stripped = [answer.strip() for answer in answers]
+    if not prompt.strip():
+        raise ValueError("empty prompt")
+    if not all(stripped):
+        raise ValueError("empty answer")
+    if len(set(stripped)) < len(answers):
         raise ValueError("equal answers")
-    return prompt, *[answer if prompt[-1].isspace() or answer[0].isspace() else " " + answer for answer in answers]
+    joined = prompt[-1].isspace()
+    return prompt, *[text if joined or text[0].isspace() else " " + text for text in answers]
 
 
-def usable(table, chats):
-    """Rows from columns() -> those to write, and {reason: how many were skipped}."""
+def make_rows(table, chats):
+    """The values of all rows -> the rows to write, and {reason: how many were skipped}."""
     rows, skipped = {}, Counter()
     for values in table:
         try:
-            row = finished(*(cut(values) if chats else values))
+            if chats:
+                prompts, replies = zip(*map(cut_chat, values))
+                if len(set(prompts)) > 1:
+                    raise ValueError("chats differ before the last reply")
+                values = prompts[0], *replies
+            row = make_row(*values)
             if row in rows:
                 raise ValueError("duplicate")
             rows[row] = True
@@ -128,58 +198,48 @@ def usable(table, chats):
     return list(rows), skipped
 
 
-def split(rows, share):
-    """-> {"train": rows, "val": rows}. Where 0 < share < 1, both get a prompt if there are two."""
-    place = {row[0]: zlib.crc32(row[0].encode(errors="replace")) / 2**32 for row in rows}
-    order = sorted(place, key=lambda prompt: (place[prompt], prompt))
-    n = sum(place[prompt] < share for prompt in order)
-    val = set(order[: min(max(n, 1), len(order) - 1) if 0 < share < 1 else n])
-    return {name: [row for row in rows if (row[0] in val) == (name == "val")] for name in ("train", "val")}
-
-
-def write(path, rows):
-    """Beside the file first and then renamed, so that what stands there is whole."""
-    keys = USES[len(rows[0]) - 1]
-    lines = "".join(json.dumps(dict(zip(keys, row)), ensure_ascii=False) + "\n" for row in rows)
-    beside = path.with_suffix(".tmp")
-    beside.write_bytes(lines.encode(errors="backslashreplace"))  # half a surrogate pair: as the escape that JSON has for it
-    os.replace(beside, path)
-
-
 def convert(file, out, share, keys):
     """Reads, skips, splits, writes and says how many. keys: {flag: key} of the flags given."""
-    if tuple(keys) not in USES or not 0 <= share <= 1:
-        uses = ", or ".join(" ".join(f"--{flag}" for flag in use) for use in USES)
-        raise ValueError(f"give {uses}, and a --val between 0 and 1 (-h explains the flags)")
-    chats = "prompt" not in keys
-    table = [columns(where, row, keys.values(), chats) for where, row in read_rows(file)]
-    rows, skipped = usable(table, chats)
-    counts = f"{len(table):,} rows read, {skipped.total():,} skipped" + "".join(f"; {why}: {n:,}" for why, n in skipped.items())
+    uses = [*KEYS.values(), *CHATS]
+    if tuple(keys) not in uses or not 0 <= share <= 1:
+        flags = ", or ".join(" ".join(f"--{flag}" for flag in use) for use in uses)
+        raise ValueError(f"give {flags}, and a --val between 0 and 1 (-h explains the flags)")
+    chats = tuple(keys) in CHATS
+    table = [pick_values(where, row, keys.values(), chats) for where, row in read_rows(file)]
+    rows, skipped = make_rows(table, chats)
+    counts = f"{len(table):,} rows read, {skipped.total():,} skipped"
+    counts += "".join(f"; {reason}: {n:,}" for reason, n in skipped.items())
     if not rows:
         raise ValueError(f"{file}: no row to write ({counts})" + f"; {WANTED}" * (not table))
+    task = list(KEYS)[len(rows[0]) - 1]
+    if Path(file).resolve() in [out.resolve() / f"{task}_{x}.jsonl" for x in ("train", "val")]:
+        raise ValueError(f"{file}: would be overwritten; choose another --out")
     print(f"{file}: {counts}")
-    if chats:
-        print("chats are written as", ascii(written([(role, "...") for role in ("system", "user", "assistant", "user")])))
-    out.mkdir(parents=True, exist_ok=True)
-    for name, part in split(rows, share).items():
-        path = out / f"{('prompts', 'sft', 'pref')[len(rows[0]) - 1]}_{name}.jsonl"
-        if part:
-            write(path, part)
-            print(f"{path}: {len(part):,} rows written")
+    if any(isinstance(value, list) for values in table for value in values):
+        turns = [{"role": x, "content": "..."} for x in ("system", "user", "assistant", "user")]
+        print("chats are written as", ascii(render_chat(turns)))
+    write_rows(out, task, rows, share)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    parser.error = lambda message: parser.exit(2, f"convert.py: {message} (-h explains the flags)\n")
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.error = lambda text: parser.exit(2, f"convert.py: {text} (-h explains the flags)\n")
     parser.add_argument("file", metavar="FILE")
-    parser.add_argument("--out", metavar="FOLDER", type=Path, required=True, help="folder to write into")
+    parser.add_argument(
+        "--out", metavar="FOLDER", type=Path, required=True, help="folder to write into"
+    )
     for flag in FLAGS:
         parser.add_argument(f"--{flag}", metavar="KEY", help=f"where a row has its {flag}")
-    text = "share of the prompts to hold out (default: %(default)s); 0 writes the train file alone, and 1 the val file"
-    parser.add_argument("--val", type=float, default=0.05, help=text)
+    text = "share of the prompts to hold out (default: %(default)s); 0 writes the train file alone"
+    parser.add_argument("--val", type=float, default=0.05, help=f"{text}, and 1 the val file")
     args = parser.parse_args()
+    keys = {flag: key for flag in FLAGS if (key := getattr(args, flag)) is not None}
     try:
-        convert(args.file, args.out, args.val, {flag: key for flag in FLAGS if (key := getattr(args, flag)) is not None})
+        convert(args.file, args.out, args.val, keys)
     except (OSError, ValueError) as error:
         parser.exit(2, f"convert.py: {error}\n")
 

@@ -1,23 +1,29 @@
-"""Pang and Lee's film review snippets as a data folder: write on, and prefer the favourable continuation.
+"""Pang and Lee's film review snippets as a data folder: write on, and prefer the favourable
+continuation.
 
     python data/rt_polarity.py rt-polarity.pos rt-polarity.neg --out data/rt
 
-The two files are the sentence polarity data set v1.0 of https://www.cs.cornell.edu/people/pabo/movie-review-data/ (ACL 2005), one
-snippet a line, lower case, 5,331 of each kind. It is the task of Ziegler et al. (arXiv:1909.08593), with labels from the reviews.
+The two files are the sentence polarity data set v1.0 (ACL 2005), one snippet a line, lower case,
+5,331 of each kind: https://www.cs.cornell.edu/people/pabo/movie-review-data/. It is the task of
+Ziegler et al. (arXiv:1909.08593), with labels from the reviews.
 
     sft      every snippet of at least 8 words, good and bad, cut after its fourth word
-    pref     a good and a bad snippet that open with the same words, up to four: chosen and rejected are what follows
+    pref     a good and a bad snippet that open with the same words, up to four: chosen and
+             rejected are what follows
     prompts  the four-word openings of sft
 
-A fixed twentieth of the openings, by hash, makes the val files. Within an opening, snippets nearest in length are paired, so that
-length tells little. No person compared the two: the label is the polarity of the whole review.
+A twentieth of the openings, by hash, makes the val files. Within an opening, snippets nearest in
+length are paired, so that length tells little. No person compared the two: the label is the
+polarity of the whole review.
 """
 
 import argparse
-import json
-import zlib
+import sys
 from collections import defaultdict
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where Python finds `data`
+from data.convert import write_rows  # noqa: E402
 
 OPENING, SHORTEST = 4, 8  # words
 
@@ -27,8 +33,8 @@ def cut(words, n):
     return " ".join(words[:n]), " " + " ".join(words[n:])
 
 
-def pairs(good, bad):
-    """Lists of snippets as words -> rows. Longer common openings first; every snippet serves once."""
+def make_pairs(good, bad):
+    """Lists of snippets as words -> rows. Longer common openings first; a snippet serves once."""
     rows, free = [], (good, bad)
     for n in range(OPENING, 0, -1):
         groups = defaultdict(lambda: ([], []))
@@ -38,28 +44,22 @@ def pairs(good, bad):
         free = ([], [])
         for chosen, rejected in groups.values():
             chosen.sort(key=len), rejected.sort(key=len)
-            if len(chosen[0] if chosen else ()) <= n or len(rejected[0] if rejected else ()) <= n:
-                free[0].extend(chosen), free[1].extend(rejected)
-                continue
-            for a, b in zip(chosen, rejected):
-                prompt, a_rest = cut(a, n)
-                rows.append({"prompt": prompt, "chosen": a_rest, "rejected": cut(b, n)[1]})
-            free[0].extend(chosen[len(rejected) :]), free[1].extend(rejected[len(chosen) :])
+            paired = 0
+            # Nothing follows an opening that is the whole snippet; the shortest comes first.
+            if all(side and len(side[0]) > n for side in (chosen, rejected)):
+                paired = min(len(chosen), len(rejected))
+            for a, b in zip(chosen[:paired], rejected[:paired]):
+                rows.append((*cut(a, n), cut(b, n)[1]))
+            free[0].extend(chosen[paired:]), free[1].extend(rejected[paired:])
     return rows
 
 
-def is_val(prompt):
-    return zlib.crc32(prompt.encode()) % 20 == 0
-
-
-def make(good_text, bad_text):
-    """The two files' texts -> {name of the file: rows}."""
-    good, bad = ([line.split() for line in text.splitlines() if line.split()] for text in (good_text, bad_text))
-    sft = [dict(zip(("prompt", "completion"), cut(words, OPENING))) for words in good + bad if len(words) >= SHORTEST]
-    prompts = [{"prompt": prompt} for prompt in dict.fromkeys(row["prompt"] for row in sft)]
-    tasks = {"sft": sft, "pref": pairs(good, bad), "prompts": prompts}
-    return {f"{task}_{split}": [row for row in rows if is_val(row["prompt"]) == (split == "val")]
-            for task, rows in tasks.items() for split in ("train", "val")}  # fmt: skip
+def make_rows(*texts):
+    """The texts of the good and of the bad file -> {"sft": rows, "pref": rows, "prompts": rows}."""
+    good, bad = ([x.split() for x in text.splitlines() if x.split()] for text in texts)
+    sft = [cut(words, OPENING) for words in good + bad if len(words) >= SHORTEST]
+    prompts = list(dict.fromkeys((prompt,) for prompt, _ in sft))
+    return {"sft": sft, "pref": make_pairs(good, bad), "prompts": prompts}
 
 
 def read(path):
@@ -71,19 +71,16 @@ def read(path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("good", help="rt-polarity.pos")
     parser.add_argument("bad", help="rt-polarity.neg")
-    parser.add_argument("--out", default="data/rt", help="folder to write into (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default="data/rt", help="folder (default: data/rt)")
     args = parser.parse_args()
-    out = Path(args.out)
     try:
-        rows = make(read(args.good), read(args.bad))
-        out.mkdir(parents=True, exist_ok=True)
-        for name, part in rows.items():
-            lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in part)
-            (out / f"{name}.jsonl").write_text(lines, encoding="utf-8", newline="\n")
-            print(f"{out / f'{name}.jsonl'}: {len(part):,} rows")
+        for task, rows in make_rows(read(args.good), read(args.bad)).items():
+            write_rows(args.out, task, rows)
     except OSError as error:
         parser.exit(2, f"rt_polarity.py: {error}\n")
 

@@ -11,6 +11,7 @@ import regex  # comes with tiktoken
 import tiktoken
 import torch
 
+from data.convert import held_out
 from minippo import response_mask
 from plumbing.settings import UserError
 
@@ -118,7 +119,7 @@ def strings(row, keys, where, wanted):
     chat = "; data/convert.py writes the messages of a chat out as one text"
     for key in keys:
         if key not in row:
-            hint = "; data/hh_rlhf.py cuts whole transcripts into prompt and replies" * (row.keys() >= {"chosen", "rejected"})
+            hint = "; data/convert.py cuts whole transcripts into prompt and replies" * (row.keys() >= {"chosen", "rejected"})
             hint = hint or chat * ("messages" in row)
             found = ", ".join(map(repr, row)) or "no key at all"
             raise UserError(f"{where}: no key {key!r}; found {found}{hint}")
@@ -154,7 +155,8 @@ def read_rows(data, task, split):
     else:
         path = find(f"{task}_train") or data / f"{task}_train.jsonl"
         rows = load_jsonl(path, KEYS[task])
-        rows = [row for row in rows if (zlib.crc32(row[0].encode(errors="replace")) % 20 == 0) == (split == "val")]
+        val = held_out(row[0] for row in rows)
+        rows = [row for row in rows if (row[0] in val) == (split == "val")]
         note = f" for {split}; there is no {task}_val.jsonl, so one prompt in twenty is held out"
         if not rows:
             raise UserError(f"{path}: too few prompts to hold any out; write a {task}_val.jsonl")
