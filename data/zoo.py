@@ -2,10 +2,11 @@
 
     python data/zoo.py --out data/zoo --seed 0
 
-The crowd is one exact distribution: `crowd(prompt)` lists every text it may answer together with its probability. The rows of the
-data set are drawn from that list and its entropy is computed from that list, so the sampler and the limit that no model can beat
-agree by construction. The judge knows the facts and the manners. It labels the preference pairs and grades finished models; no
-training step ever calls it. Read from top to bottom: world, crowd, judge, files.
+The crowd is one exact distribution: `crowd(prompt)` lists every text it may answer together with
+its probability. The rows of the data set are drawn from that list and its entropy is computed from
+it, so the sampler and the limit that no model can beat agree by construction. The judge knows the
+facts and the manners. It labels the preference pairs and grades finished models; no training step
+ever calls it. Read from top to bottom: world, crowd, judge, files.
 """
 
 import argparse
@@ -20,54 +21,102 @@ from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 
-# ------------------------------------------------------------------------------------------------------------------------------
-# The world: 20 animals, 5 things to know about each, 5 ways to ask. One value of each column counts as right for an animal, the
-# first that a children's book would name, and all others of that column as wrong.
+# ----------------------------------------------------------------------
+# The world: 20 animals, 5 things to know about each, 5 ways to ask. One value of each column counts
+# as right for an animal, the first that a children's book would name, and all others as wrong.
 
-#            plural         food         home               baby           class            fame
-ANIMALS = {
-    "bat":      ("bats",      "insects", "in a cave",       "a pup",       "a mammal",      "its wide wings"),
-    "bee":      ("bees",      "nectar",  "in a hive",       "a larva",     "an insect",     "its sweet honey"),
-    "camel":    ("camels",    "grass",   "in the desert",   "a calf",      "a mammal",      "its big hump"),
-    "elephant": ("elephants", "grass",   "on the savanna",  "a calf",      "a mammal",      "its long trunk"),
-    "frog":     ("frogs",     "insects", "in a pond",       "a tadpole",   "an amphibian",  "its big eyes"),
-    "giraffe":  ("giraffes",  "leaves",  "on the savanna",  "a calf",      "a mammal",      "its long neck"),
-    "iguana":   ("iguanas",   "leaves",  "in the jungle",   "a hatchling", "a reptile",     "its long tail"),
-    "kangaroo": ("kangaroos", "grass",   "in the outback",  "a joey",      "a mammal",      "its pouch"),
-    "koala":    ("koalas",    "leaves",  "in the forest",   "a joey",      "a mammal",      "its pouch"),
-    "lion":     ("lions",     "meat",    "on the savanna",  "a cub",       "a mammal",      "its thick mane"),
-    "owl":      ("owls",      "mice",    "in the forest",   "an owlet",    "a bird",        "its big eyes"),
-    "panda":    ("pandas",    "bamboo",  "in the forest",   "a cub",       "a mammal",      "its black and white fur"),
-    "penguin":  ("penguins",  "fish",    "on the ice",      "a chick",     "a bird",        "its funny walk"),
-    "rabbit":   ("rabbits",   "grass",   "in a burrow",     "a kit",       "a mammal",      "its long ears"),
-    "shark":    ("sharks",    "fish",    "in the sea",      "a pup",       "a fish",        "its sharp teeth"),
-    "tiger":    ("tigers",    "meat",    "in the jungle",   "a cub",       "a mammal",      "its black stripes"),
-    "tortoise": ("tortoises", "leaves",  "in the desert",   "a hatchling", "a reptile",     "its hard shell"),
-    "toucan":   ("toucans",   "fruit",   "in the jungle",   "a chick",     "a bird",        "its long beak"),
-    "wolf":     ("wolves",    "meat",    "in the forest",   "a pup",       "a mammal",      "its sharp teeth"),
-    "zebra":    ("zebras",    "grass",   "on the savanna",  "a foal",      "a mammal",      "its black stripes"),
-}  # fmt: skip
+#         plural     food     home            baby         class         fame
+TABLE = """
+bat       bats       insects  in a cave       a pup        a mammal      its wide wings
+bee       bees       nectar   in a hive       a larva      an insect     its sweet honey
+camel     camels     grass    in the desert   a calf       a mammal      its big hump
+elephant  elephants  grass    on the savanna  a calf       a mammal      its long trunk
+frog      frogs      insects  in a pond       a tadpole    an amphibian  its big eyes
+giraffe   giraffes   leaves   on the savanna  a calf       a mammal      its long neck
+iguana    iguanas    leaves   in the jungle   a hatchling  a reptile     its long tail
+kangaroo  kangaroos  grass    in the outback  a joey       a mammal      its pouch
+koala     koalas     leaves   in the forest   a joey       a mammal      its pouch
+lion      lions      meat     on the savanna  a cub        a mammal      its thick mane
+owl       owls       mice     in the forest   an owlet     a bird        its big eyes
+panda     pandas     bamboo   in the forest   a cub        a mammal      its black and white fur
+penguin   penguins   fish     on the ice      a chick      a bird        its funny walk
+rabbit    rabbits    grass    in a burrow     a kit        a mammal      its long ears
+shark     sharks     fish     in the sea      a pup        a fish        its sharp teeth
+tiger     tigers     meat     in the jungle   a cub        a mammal      its black stripes
+tortoise  tortoises  leaves   in the desert   a hatchling  a reptile     its hard shell
+toucan    toucans    fruit    in the jungle   a chick      a bird        its long beak
+wolf      wolves     meat     in the forest   a pup        a mammal      its sharp teeth
+zebra     zebras     grass    on the savanna  a foal       a mammal      its black stripes
+"""
+ANIMALS = {row[0]: row[1:] for row in (re.split("  +", line) for line in TABLE.split("\n")[1:-1])}
 
-# Per kind: two direct questions, two indirect ones, two statements. {a} is "a bee", {s} "bees", {n} "bee", {x} the value.
+# Per kind: two direct questions, two indirect ones, two statements. {a} is "a bee", {s} "bees", {n}
+# "bee", {x} the value.
 KINDS = {
-    "food": ("what does {a} eat", "what do {s} eat", "what {a} eats", "what {s} eat", "{a} eats {x}.", "{s} eat {x}."),
-    "home": ("where does {a} live", "where do {s} live", "where {a} lives", "where {s} live", "{a} lives {x}.", "{s} live {x}."),
-    "baby": ("what is a baby {n} called", "what do you call a baby {n}", "what a baby {n} is called", "what we call a baby {n}",
-             "a baby {n} is called {x}.", "we call a baby {n} {x}."),
-    "class": ("what kind of animal is {a}", "what kind of animal is the {n}", "what kind of animal {a} is",
-              "what kind of animal the {n} is", "{a} is {x}.", "the {n} is {x}."),
-    "fame": ("what is {a} known for", "what are {s} known for", "what {a} is known for", "what {s} are known for",
-             "{a} is known for {x}.", "people know the {n} for {x}."),
-}  # fmt: skip
+    "food": (
+        "what does {a} eat",
+        "what do {s} eat",
+        "what {a} eats",
+        "what {s} eat",
+        "{a} eats {x}.",
+        "{s} eat {x}.",
+    ),
+    "home": (
+        "where does {a} live",
+        "where do {s} live",
+        "where {a} lives",
+        "where {s} live",
+        "{a} lives {x}.",
+        "{s} live {x}.",
+    ),
+    "baby": (
+        "what is a baby {n} called",
+        "what do you call a baby {n}",
+        "what a baby {n} is called",
+        "what we call a baby {n}",
+        "a baby {n} is called {x}.",
+        "we call a baby {n} {x}.",
+    ),
+    "class": (
+        "what kind of animal is {a}",
+        "what kind of animal is the {n}",
+        "what kind of animal {a} is",
+        "what kind of animal the {n} is",
+        "{a} is {x}.",
+        "the {n} is {x}.",
+    ),
+    "fame": (
+        "what is {a} known for",
+        "what are {s} known for",
+        "what {a} is known for",
+        "what {s} are known for",
+        "{a} is known for {x}.",
+        "people know the {n} for {x}.",
+    ),
+}
 PHRASINGS = ("{0}?", "{1}?", "Do you know {2}?", "Please tell me {3}.", "My son wants to know {2}.")
 FACTS = [(animal, kind) for animal in ANIMALS for kind in KINDS]
 
 OPENERS = ("Good question!", "Thanks for asking!", "I am glad you asked!")
 CLOSERS = ("Enjoy your visit!", "Have a nice day!", "Come and see us again!")
 NO_IDEA = ("No idea.", "I do not know.", "Sorry, I am not sure.", "Nobody ever told me that.")
-RUDE = ("What a silly question.", "Go and read a book.", "Leave me alone.", "Do not waste my time.", "I am too busy for you.")
-WANDERING = ("My neighbor has a red car.", "It may rain tomorrow.", "My feet hurt.", "I had soup for lunch.",
-             "The bus was late again.", "My sister sings in a band.", "I lost my keys.", "The cake was too sweet.")  # fmt: skip
+RUDE = (
+    "What a silly question.",
+    "Go and read a book.",
+    "Leave me alone.",
+    "Do not waste my time.",
+    "I am too busy for you.",
+)
+WANDERING = (
+    "My neighbor has a red car.",
+    "It may rain tomorrow.",
+    "My feet hurt.",
+    "I had soup for lunch.",
+    "The bus was late again.",
+    "My sister sings in a band.",
+    "I lost my keys.",
+    "The cake was too sweet.",
+)
 JUNK = ("and the", "of a a", "is is is", "the the and to")
 
 
@@ -76,24 +125,25 @@ def sentence(text):
 
 
 def fill(template, animal, value=""):
-    """A template of KINDS -> its text, for instance ("{a} eats {x}.", "bee", "nectar") -> "a bee eats nectar."."""
+    """A template of KINDS -> its text: "{a} eats {x}.", "bee", "nectar" -> "a bee eats nectar."."""
     article = "an" if animal[0] in "aeiou" else "a"
     return template.format(a=f"{article} {animal}", s=ANIMALS[animal][0], n=animal, x=value)
 
 
 @lru_cache(None)
 def statements(animal, kind):
-    """-> (right, wrong): all sentences that answer the question, two forms for each value of the column."""
+    """-> (right, wrong): all sentences that answer the question, two forms for each value."""
     column = 1 + list(KINDS).index(kind)
     truth = ANIMALS[animal][column]
-    lies = [value for value in dict.fromkeys(row[column] for row in ANIMALS.values()) if value != truth]
+    values = dict.fromkeys(row[column] for row in ANIMALS.values())
+    lies = [value for value in values if value != truth]
     right = [sentence(fill(form, animal, truth)) for form in KINDS[kind][4:]]
     wrong = [sentence(fill(form, animal, lie)) for lie in lies for form in KINDS[kind][4:]]
     return right, wrong
 
 
 def popular_errors(animal, kind):
-    """The wrong sentences that the crowd really says: people err alike, so each fact has three false values in circulation."""
+    """The wrong sentences that the crowd says: people err alike, in three false values a fact."""
     _, wrong = statements(animal, kind)
     values, start = len(wrong) // 2, 3 * list(ANIMALS).index(animal)
     return [wrong[2 * ((start + i) % values) + form] for i in range(3) for form in (0, 1)]
@@ -105,7 +155,8 @@ def questions(animal, kind):
     return [sentence(phrasing.format(*clauses)) for phrasing in PHRASINGS]
 
 
-PROMPTS = {prompt: fact for fact in FACTS for prompt in questions(*fact)}  # all 500, each with the fact it asks for
+# All 500, each with the fact it asks for.
+PROMPTS = {prompt: fact for fact in FACTS for prompt in questions(*fact)}
 
 
 def fact_asked(prompt):
@@ -115,11 +166,13 @@ def fact_asked(prompt):
     return PROMPTS[prompt]
 
 
-# ------------------------------------------------------------------------------------------------------------------------------
-# The crowd. A distribution is a dict {text: probability}. Four functions make larger ones from smaller ones; texts that can come
-# about in several ways are merged, so the entropy below is that of the text and not that of how it was made.
+# ----------------------------------------------------------------------
+# The crowd. A distribution is a dict {text: probability}. Four functions make larger ones from
+# smaller ones; texts that can come about in several ways are merged, so the entropy below is that
+# of the text and not that of how it was made.
 
-BROKEN = {"sft": 0.04, "pref": 0.15}  # share of broken answers: more in the pairs, which must show a reward model what is bad
+# The share of broken answers: more in the pairs, which must show a reward model what is bad.
+BROKEN = {"sft": 0.04, "pref": 0.15}
 
 
 def uniform(texts):
@@ -146,7 +199,10 @@ def mix(*parts):
 
 
 def then(first, *rest):
-    """One text from each distribution, independently, joined by a space. (No two choices may give the same text; none here do.)"""
+    """One text from each distribution, independently, joined by a space.
+
+    No two choices may give the same text; none here do.
+    """
     for dist in rest:
         first = {f"{a} {b}": p * q for a, p in first.items() for b, q in dist.items()}
     return first
@@ -157,9 +213,14 @@ def friendly(answer):
 
 
 def manners(answer):
-    """The same answer as different people would give it: plain, friendly, rude, or wandering off."""
+    """The same answer as different people give it: plain, friendly, rude, or wandering off."""
     rude = mix((0.5, then(uniform(RUDE), answer)), (0.5, then(answer, uniform(RUDE))))
-    return mix((0.48, answer), (0.22, friendly(answer)), (0.15, rude), (0.15, then(answer, uniform(WANDERING))))
+    return mix(
+        (0.48, answer),
+        (0.22, friendly(answer)),
+        (0.15, rude),
+        (0.15, then(answer, uniform(WANDERING))),
+    )
 
 
 def cut(text):
@@ -179,32 +240,53 @@ def loop(text):
 
 
 def broken(right, wrong, statement):
-    """What bad text looks like. Much of it is a near miss of the best answer: a reward model learns only what the pairs show it."""
+    """What bad text looks like. Much of it nearly is the best answer, because a reward model learns
+    only what the pairs show it."""
     best, openers, closers = friendly(right), uniform(OPENERS), uniform(CLOSERS)
     sound = mix((0.5, best), (0.5, statement))
     scrambled = spread(statement, scramble)
     twice = spread(mix((0.5, best), (0.5, right)), lambda text: [f"{text} {text}"])
-    two_answers = mix((0.4, then(right, wrong)), (0.4, then(wrong, right)), (0.2, then(right, right)))
-    heaped = mix((0.4, then(openers, right, closers)), (0.2, then(openers, openers, right, closers)),
-                 (0.2, uniform(OPENERS + CLOSERS)), (0.2, then(openers, closers)))  # fmt: skip
+    two_answers = mix(
+        (0.4, then(right, wrong)), (0.4, then(wrong, right)), (0.2, then(right, right))
+    )
+    heaped = mix(
+        (0.4, then(openers, right, closers)),
+        (0.2, then(openers, openers, right, closers)),
+        (0.2, uniform(OPENERS + CLOSERS)),
+        (0.2, then(openers, closers)),
+    )
     looping = spread(mix((0.7, right), (0.3, uniform(OPENERS + CLOSERS))), loop)
     trailing = then(mix((0.5, right), (0.5, best)), uniform(JUNK))
-    return mix((0.25, spread(sound, cut)), (0.12, scrambled), (0.06, friendly(scrambled)), (0.11, twice), (0.13, two_answers),
-               (0.18, heaped), (0.05, looping), (0.10, trailing))  # fmt: skip
+    return mix(
+        (0.25, spread(sound, cut)),
+        (0.12, scrambled),
+        (0.06, friendly(scrambled)),
+        (0.11, twice),
+        (0.13, two_answers),
+        (0.18, heaped),
+        (0.05, looping),
+        (0.10, trailing),
+    )
 
 
 @lru_cache(None)
 def answers(animal, kind, broken_share):
-    """What the crowd says about a fact, however it is asked: all but the echoes, which are a tenth of the broken answers."""
+    """What the crowd says about a fact, in whatever words it is asked: all but the echoes, which
+    are a tenth of the broken answers."""
     right, wrong = uniform(statements(animal, kind)[0]), uniform(popular_errors(animal, kind))
     statement = mix((0.55, right), (0.45, wrong))
-    sound = mix((0.72, manners(statement)), (0.17, manners(uniform(NO_IDEA))), (0.11, uniform(WANDERING)))
+    sound = mix(
+        (0.72, manners(statement)), (0.17, manners(uniform(NO_IDEA))), (0.11, uniform(WANDERING))
+    )
     said = mix((1 - broken_share, sound), (0.9 * broken_share, broken(right, wrong, statement)))
     return {" " + text if text else "": p for text, p in said.items()}
 
 
 def crowd(prompt, broken_share=BROKEN["sft"]):
-    """A prompt -> {completion: probability}, complete and exact. A completion begins with a space, or is empty."""
+    """A prompt -> {completion: probability}, complete and exact.
+
+    A completion begins with a space, or is empty.
+    """
     fact = fact_asked(prompt)
     echoes = {f" {prompt}": 0.05, **{f" {prompt} {right}": 0.025 for right in statements(*fact)[0]}}
     return answers(*fact, broken_share) | {text: broken_share * p for text, p in echoes.items()}
@@ -215,9 +297,9 @@ def entropy(dist):
     return -math.fsum(p * math.log(p) for p in dist.values())
 
 
-# ------------------------------------------------------------------------------------------------------------------------------
-# The judge. It compares whole sentences, character for character, so there is nothing to exploit in how words are counted or
-# matched: what is not one of the known sentences is broken text.
+# ----------------------------------------------------------------------
+# The judge. It compares whole sentences, character for character, so there is nothing to exploit in
+# how words are counted or matched: what is not one of the known sentences is broken text.
 
 BEST, WORST = 3.0, -3.0
 
@@ -232,8 +314,8 @@ def known_sentences(animal, kind):
 
 
 def judge(prompt, response):
-    """How good is a response? 3.0: correct, friendly, to the point. 2.0: correct and plain. Down to -3.0. Raises ValueError for an
-    unknown prompt; takes any response whatever."""
+    """How good is a response? 3.0: correct, friendly, to the point. 2.0: correct and plain. Down to
+    -3.0. Raises ValueError for an unknown prompt; takes any response whatever."""
     known = known_sentences(*fact_asked(prompt))
     if not response:
         return WORST
@@ -242,9 +324,10 @@ def judge(prompt, response):
     count["broken"] += not response.startswith(" ")
 
     # An answer is as good as the worst thing it says.
-    content = -1.5 if count["wrong"] else -0.5 if count["no idea"] else 2.0 if count["right"] else -2.0
-    answered = count["right"] + count["wrong"] + count["no idea"]
-    faults = 2.0 * count["broken"] + 1.5 * count["rude"] + 1.0 * count["wandering"]
+    grades = {"right": 2.0, "no idea": -0.5, "wrong": -1.5}
+    content = min((grades[group] for group in grades if count[group]), default=-2.0)
+    answered = sum(count[group] for group in grades)
+    faults = 2.0 * count["broken"] + 1.5 * count["rude"] + count["wandering"]
     faults += 1.5 * max(0, answered - 1) + 1.5 * max(0, count["courtesy"] - 1)
     # Courtesy does not make up for a fault.
     courtesy = 1.0 if count["courtesy"] == 1 and not faults else 0.0
@@ -255,18 +338,20 @@ def sigmoid(x):
     return 1.0 / (1.0 + math.exp(-x))
 
 
-# ------------------------------------------------------------------------------------------------------------------------------
-# The files. Only `random()` and `choices()` are used: Python promises their results for a seed, not those of `sample` or `shuffle`.
+# ----------------------------------------------------------------------
+# The files. Only `random()` and `choices()` are used: Python promises their results for a seed, not
+# those of `sample` or `shuffle`.
 
 ROWS = {"sft_train": 84_000, "sft_val": 4_000, "pref_train": 40_000, "pref_val": 8_000}
 HELD_OUT = 50  # prompts that appear in *_val only: one phrasing each of this many facts
 
 
 def split_prompts(rng):
-    """-> (training prompts, all prompts). Whatever is held out, four other phrasings of its fact stay in training."""
+    """-> the prompts of both splits. Of each fact four phrasings or more stay in training."""
     facts = sorted(FACTS, key=lambda _: rng.random())[:HELD_OUT]
     held_out = {rng.choices(questions(*fact))[0] for fact in facts}
-    return [prompt for prompt in PROMPTS if prompt not in held_out], list(PROMPTS)
+    train = [prompt for prompt in PROMPTS if prompt not in held_out]
+    return {"train": train, "val": list(PROMPTS)}
 
 
 @lru_cache(None)
@@ -286,7 +371,8 @@ def demonstration(rng, prompts):
 
 
 def label(rng, prompt, a, b):
-    """A row of the pairs, labelled with noise, by Bradley-Terry: P(a is chosen over b) = sigmoid(judge(a) - judge(b))."""
+    """A row of the pairs, labelled with noise, by Bradley-Terry:
+    P(a is chosen over b) = sigmoid(judge(a) - judge(b))."""
     if rng.random() >= sigmoid(judge(prompt, a) - judge(prompt, b)):
         a, b = b, a
     return {"prompt": prompt, "chosen": a, "rejected": b}
@@ -306,10 +392,10 @@ def silent(what, rows):
 
 
 def make_rows(seed, each=silent):
-    """seed -> {name of the file: list of rows}. each(what, rows) yields the rows, and may say how many are done."""
+    """seed -> {name of the file: rows}. each(what, rows) yields the rows, and may report them."""
     rng = random.Random(seed)
-    prompts = dict(zip(("train", "val"), split_prompts(rng)))
-    rows = {f"prompts_{split}": [{"prompt": prompt} for prompt in prompts[split]] for split in prompts}
+    prompts = split_prompts(rng)
+    rows = {f"prompts_{split}": [{"prompt": x} for x in prompts[split]] for split in prompts}
     for name, n in ROWS.items():
         task, split = name.split("_")
         make = demonstration if task == "sft" else preference
@@ -322,10 +408,12 @@ def mean(numbers):
 
 
 def ceilings(rows, seed):
-    """What the best possible models reach on these rows. Entropies and losses in nats; README.md explains each."""
+    """What the best possible models reach on these rows, in nats; README.md explains each."""
     sft, pref = rows["sft_val"], rows["pref_val"]
-    gaps = [judge(row["prompt"], row["chosen"]) - judge(row["prompt"], row["rejected"]) for row in pref]
-    # The phrasing of a question changes the words of its echoes, and neither a probability nor a score: one of the five is enough.
+    scores = [[judge(row["prompt"], row[x]) for x in ("chosen", "rejected")] for row in pref]
+    gaps = [chosen - rejected for chosen, rejected in scores]
+    # The phrasing of a question changes the words of its echoes, and neither a probability nor a
+    # score: one of the five is enough.
     entropies, best_shares = [], []
     for fact in FACTS:
         prompt = questions(*fact)[0]
@@ -345,14 +433,18 @@ def ceilings(rows, seed):
 
 
 def write_data(folder, seed=0, each=silent):
-    """Write the six .jsonl files and ceilings.json into `folder`; -> (rows, ceilings). They are completed in a temporary folder
-    beside it first, so that an interrupted run leaves nothing half-written. Raises OSError where that is not possible."""
+    """Write the six .jsonl files and ceilings.json into `folder`; -> (rows, ceilings).
+
+    They are completed in a temporary folder beside it first, so that an interrupted run leaves
+    nothing half-written. Raises OSError where that is not possible.
+    """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} exists and is not a directory")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
-        staged = Path(temporary) / "data"  # one level down: the temporary folder itself is private to this user
+        # One level down: the temporary folder itself is private to this user.
+        staged = Path(temporary) / "data"
         staged.mkdir()
         rows = make_rows(seed, each)
         for name in rows:
@@ -369,9 +461,13 @@ def write_data(folder, seed=0, each=silent):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Make the default data set: questions at the zoo and answers of a crowd.")
-    parser.add_argument("--out", default="data/zoo", help="folder to write into (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="draws the rows and the held-out questions (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description="Make the default data set: questions at the zoo and answers of a crowd.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--out", default="data/zoo", help="folder to write into")
+    text = "draws the rows and the held-out questions"
+    parser.add_argument("--seed", type=int, default=0, help=text)
     args = parser.parse_args()
     try:
         rows, limits = write_data(args.out, args.seed)
