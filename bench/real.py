@@ -1,7 +1,7 @@
 """The three scripts on data that was not made for them, with the settings that the README names.
 
     python -m bench.real reviews FOLDER      the folder that data/rt_polarity.py writes
-    python -m bench.real dialogues FOLDER    the folder that data/hh_rlhf.py writes
+    python -m bench.real dialogues FOLDER    the folder that data/convert.py writes
 
 Prints what the scripts print, and writes the report and the seconds into bench/results.json, without samples of the dialogues: much
 of that text is upsetting.

@@ -46,9 +46,10 @@ WANTED = (
     "CSV with a header line"
 )
 TURN = "\n\nAssistant:"
+SHARE = 0.05  # of the prompts are held out
 
 
-def held_out(prompts, share=0.05):
+def held_out(prompts, share=SHARE):
     """-> the set of those to validate on. It goes by a hash: the same in every file, in any order.
 
     Where 0 < share < 1, one prompt at least is held out and one at least is not, if there are two.
@@ -60,7 +61,7 @@ def held_out(prompts, share=0.05):
     return {prompt for _, prompt in places[:n]}
 
 
-def write_rows(folder, task, rows, share=0.05):
+def write_rows(folder, task, rows, share=SHARE):
     """Write the train and the val file of "sft", "pref" or "prompts", and say how many rows.
 
     Beside the file first and then renamed, so that what stands there is whole.
@@ -235,7 +236,7 @@ def main():
     for flag in FLAGS:
         parser.add_argument(f"--{flag}", metavar="KEY", help=f"where a row has its {flag}")
     text = "share of the prompts to hold out (default: %(default)s); 0 writes the train file alone"
-    parser.add_argument("--val", type=float, default=0.05, help=f"{text}, and 1 the val file")
+    parser.add_argument("--val", type=float, default=SHARE, help=f"{text}, and 1 the val file")
     args = parser.parse_args()
     keys = {flag: key for flag in FLAGS if (key := getattr(args, flag)) is not None}
     try:

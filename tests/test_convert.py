@@ -1,4 +1,4 @@
-"""The specification of data/convert.py. Run: python -m pytest tests/test_convert.py"""
+"""The specification of data/convert.py and data/rt_polarity.py. Run: python -m pytest tests/test_convert.py"""
 
 import csv
 import gzip
@@ -13,24 +13,27 @@ import zlib
 import pytest
 
 from cli import ROOT, run
-from data.convert import cut, finished, split, written
+from data.convert import held_out, make_row, write_rows
+from data.rt_polarity import make_rows
 from plumbing.text import KEYS, load_jsonl, read_rows
 
-SFT, PREF = ("--prompt", "q", "--completion", "a"), ("--prompt", "q", "--chosen", "good", "--rejected", "bad")
-CHATS, CHAT_PAIRS = ("--messages", "m"), ("--chosen", "good", "--rejected", "bad")
+SFT = ("--prompt", "q", "--completion", "a")
+PREF = ("--prompt", "q", "--chosen", "good", "--rejected", "bad")
+PROMPTS, CHATS, CHAT_PAIRS = PREF[:2], ("--messages", "m"), PREF[2:]
 
 
 def convert(tmp_path, content, *flags, name="rows.jsonl"):
-    """What the command does with a file of this content, or of these rows -> exit status, stdout, stderr."""
+    """What the command does with a file of this content, or of these rows -> status, stdout, stderr."""
     if isinstance(content, list):
         content = "".join(json.dumps(row) + "\n" for row in content).encode()
     (tmp_path / name).write_bytes(content)
     return run("data/convert.py", tmp_path / name, "--out", tmp_path / "out", *flags)
 
 
-def rows_of(tmp_path, task, splits=("train", "val")):
-    """The rows that the command wrote, as the scripts read them."""
-    return [row for split in splits for row in load_jsonl(tmp_path / "out" / f"{task}_{split}.jsonl", KEYS[task])]
+def rows_of(folder, task, splits=("train", "val")):
+    """The rows that a command wrote, as the scripts read them."""
+    paths = [folder / f"{task}_{split}.jsonl" for split in splits]
+    return [row for path in paths for row in load_jsonl(path, KEYS[task])]
 
 
 def converted(tmp_path, content, *flags, name="rows.jsonl"):
@@ -38,14 +41,19 @@ def converted(tmp_path, content, *flags, name="rows.jsonl"):
     status, out, err = convert(tmp_path, content, "--val", 0, *flags, name=name)
     assert (status, err) == (0, "")
     (path,) = (tmp_path / "out").iterdir()
-    return rows_of(tmp_path, path.name.split("_")[0], ["train"])
+    return rows_of(tmp_path / "out", path.name.split("_")[0], ["train"])
 
 
-def chat(*contents, system=None):
+def chat(*contents):
     """User and assistant by turns."""
     roles = ["user", "assistant"] * len(contents)
-    first = [{"role": "system", "content": system}] if system else []
-    return first + [{"role": role, "content": content} for role, content in zip(roles, contents)]
+    return [{"role": role, "content": content} for role, content in zip(roles, contents)]
+
+
+def talk(*contents):
+    """The same as a transcript."""
+    names = ["Human", "Assistant"] * len(contents)
+    return "".join(f"\n\n{name}: {content}" for name, content in zip(names, contents))
 
 
 # The three kinds of file
@@ -54,172 +62,201 @@ ROWS = [{"q": "What is 1, 1?", "a": 'It is "2".\nOr é.'}, {"q": "b", "a": "\u20
 EXPECTED = [("What is 1, 1?", ' It is "2".\nOr é.'), ("b", "\u2028c")]
 LINES = "\n".join(json.dumps(row, ensure_ascii=False) for row in ROWS)
 ARRAY = json.dumps(ROWS, indent=1, ensure_ascii=False)
-CSV = 'x,q,a\r\n1,"What is 1, 1?","It is ""2"".\nOr é."\r\n2,b,\u2028c'
+TABLE = 'x,q,a\r\n1,"What is 1, 1?","It is ""2"".\nOr é."\r\n2,b,\u2028c'
 BOM = "\ufeff"
 
 
-@pytest.mark.parametrize("zipped", [False, True], ids=["plain", "gzipped"])
-@pytest.mark.parametrize("name, text", [
-    ("rows.jsonl", LINES), ("rows.jsonl", LINES + "\n"), ("rows.jsonl", BOM + LINES.replace("\n", "\r\n") + "\r\n"),
-    ("rows", "\n \n" + LINES.replace("\n", "\n\r\n\t\n") + "\n\n"), ("rows.json", LINES),
-    ("rows.json", ARRAY), ("rows.jsonl", BOM + "\r\n " + ARRAY.replace("\n", "\r\n") + "\r\n"),
-    ("rows.csv", CSV), ("ROWS.CSV", CSV + "\r\n"), ("rows.csv", BOM + CSV), ("rows.csv", CSV.replace("\r\n", "\n") + "\n\n"),
-    ("rows.csv.gz", "\r\n" + CSV.replace("\r\n", "\r\n\r\n")), ("rows.csv", CSV.replace("\r\n", "\r")), ("rows.jsonl.gz", LINES),
-])  # fmt: skip
-def test_json_lines_a_json_array_and_csv_say_the_same_gzipped_or_not(tmp_path, name, text, zipped):
-    data = text.encode()
-    assert converted(tmp_path, gzip.compress(data) if zipped else data, *SFT, name=name) == EXPECTED
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gzipped"])
+@pytest.mark.parametrize(
+    "name, text",
+    [
+        ("rows.jsonl", BOM + LINES.replace("\n", "\r\n") + "\r\n"),
+        ("rows", "\n \n" + LINES.replace("\n", "\n\r\n\t\n") + "\n\n"),
+        ("rows.json", LINES),
+        ("rows.json", ARRAY),
+        ("rows.jsonl", BOM + "\r\n " + ARRAY.replace("\n", "\r\n") + "\r\n"),
+        ("ROWS.CSV", TABLE + "\r\n"),
+        ("rows.csv", BOM + TABLE.replace("\r\n", "\n") + "\n\n"),
+        ("rows.csv", TABLE.replace("\r\n", "\r")),
+        ("rows.csv.gz", "\r\n" + TABLE.replace("\r\n", "\r\n\r\n")),
+    ],
+)
+def test_json_lines_a_json_array_and_csv_say_the_same_gzipped_or_not(tmp_path, name, text, pack):
+    assert converted(tmp_path, pack(text.encode()), *SFT, name=name) == EXPECTED
 
 
 def test_csv_takes_what_the_csv_module_writes_and_values_of_any_length(tmp_path):
-    rows = [("a,b", ' say "c"'), (" x ", "long " * 100_000), ("two\nlines\n", ",\r\n,"), ("[1]", " {}"), ("q\u2028", "\x85'")]
+    rows = [("a,b", ' say "c"'), (" x ", "long " * 100_000), ("two\nlines\n", ",\r\n,")]
+    rows += [("[1]", " {}"), ("q\u2028", "\x85'")]
     text = io.StringIO(newline="")
     csv.writer(text).writerows([("q", "a"), *rows])
     assert converted(tmp_path, text.getvalue().encode(), *SFT, name="rows.csv") == rows
-
-
-def test_rows_keep_their_order_and_other_keys_are_left_behind(tmp_path):
-    rows = [{"q": f"q{i}", "a": f"a{i}", "other": [i]} for i in range(300)]
-    assert converted(tmp_path, rows, *SFT) == [(f"q{i}", f" a{i}") for i in range(300)]
-    assert list(json.loads((tmp_path / "out" / "sft_train.jsonl").read_text().splitlines()[0])) == ["prompt", "completion"]
+    assert converted(tmp_path, b",a\n7,8", "--prompt", "", *SFT[2:], name="rows.csv") == [
+        ("7", " 8")
+    ]
 
 
 def test_text_is_written_as_it_is_and_half_a_surrogate_pair_survives(tmp_path):
-    assert converted(tmp_path, b'{"q": "\\u00e9", "a": "\\ud83d\\n\\\\"}', *SFT) == [("é", " \ud83d\n\\")]
-    assert (tmp_path / "out" / "sft_train.jsonl").read_bytes() == '{"prompt": "é", "completion": " \\ud83d\\n\\\\"}\n'.encode()
+    content = b'{"x": 1, "a": "\\ud83d\\n\\\\", "q": "\\u00e9"}'
+    assert converted(tmp_path, content, *SFT) == [("é", " \ud83d\n\\")]
+    written = (tmp_path / "out" / "sft_train.jsonl").read_bytes()
+    assert written == '{"prompt": "é", "completion": " \\ud83d\\n\\\\"}\n'.encode()
 
 
 # What becomes of a row
 
 
-@pytest.mark.parametrize("flags, task, row, expected", [
-    (SFT, "sft", {"q": "b", "a": "c"}, ("b", " c")), (PREF, "pref", {"q": "b", "good": "c", "bad": "d"}, ("b", " c", " d")),
-    (("--prompt", "q"), "prompts", {"q": "b"}, ("b",)), (CHATS, "sft", {"m": chat("b", "c")}, ("User: b\nAssistant:", " c")),
-    (CHAT_PAIRS, "pref", {"good": chat("b", "c"), "bad": chat("b", "d")}, ("User: b\nAssistant:", " c", " d")),
-], ids=["sft", "pref", "prompts", "chats", "pairs of chats"])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags, task, row, expected",
+    [
+        (SFT, "sft", {"q": "1", "a": "c"}, ("1", " c")),
+        (PREF, "pref", {"q": "1", "good": "c", "bad": "d"}, ("1", " c", " d")),
+        (PROMPTS, "prompts", {"q": "1"}, ("1",)),
+        (CHATS, "sft", {"m": chat("1", "c")}, ("User: 1\nAssistant:", " c")),
+        (
+            CHAT_PAIRS,
+            "pref",
+            {"good": chat("1", "c"), "bad": [{"id": 7, **chat("1")[0]}, chat("1", "d")[1]]},
+            ("User: 1\nAssistant:", " c", " d"),
+        ),
+        (CHATS, "sft", {"m": talk("1", "c \n")}, ("\n\nHuman: 1\n\nAssistant:", " c")),
+        (
+            CHAT_PAIRS,
+            "pref",
+            {"good": talk("h", "i", "1", "c"), "bad": talk("h", "i", "1", "d\n\nHuman: ")},
+            (talk("h", "i", "1") + "\n\nAssistant:", " c", " d\n\nHuman:"),
+        ),
+    ],
+)
 def test_each_use_writes_its_two_files_and_says_how_many_rows(tmp_path, flags, task, row, expected):
-    second = json.loads(json.dumps(row).replace('"b"', '"e"'))
-    status, out, err = convert(tmp_path, [row, second], *flags)
+    status, out, err = convert(
+        tmp_path, [row, json.loads(json.dumps(row).replace("1", "2"))], *flags
+    )
+    folder = tmp_path / "out"
     assert (status, err) == (0, "")
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [f"{task}_train.jsonl", f"{task}_val.jsonl"]
-    assert sorted(rows_of(tmp_path, task)) == [expected, (expected[0].replace("b", "e"), *expected[1:])]
+    assert {path.name for path in folder.iterdir()} == {f"{task}_train.jsonl", f"{task}_val.jsonl"}
+    assert sorted(rows_of(folder, task)) == [expected, tuple(x.replace("1", "2") for x in expected)]
     assert f"{tmp_path / 'rows.jsonl'}: 2 rows read, 0 skipped\n" in out
-    for name in ("train", "val"):
-        assert f"{tmp_path / 'out' / f'{task}_{name}.jsonl'}: 1 rows written\n" in out
-        assert len(read_rows(tmp_path / "out", task, name)) == 1
+    for split in ("train", "val"):
+        assert f"{folder / f'{task}_{split}.jsonl'}: 1 rows written\n" in out
+    template = (
+        r"chats are written as 'System: ...\nUser: ...\nAssistant: ...\nUser: ...\nAssistant:'"
+    )
+    assert (f"{template}\n" in out) == ("written as" in out) == ("User" in expected[0])
 
 
-@pytest.mark.parametrize("prompt, answer, expected", [
-    ("a", "b", " b"), ("a", " b", " b"), ("a", "\nb", "\nb"), ("a ", "b", "b"), ("a\n", "b", "b"), ("a ", " b", " b"),
-    ("a", "b ", " b "),
-])  # fmt: skip
-def test_an_answer_gets_a_leading_space_where_neither_side_has_white_space(prompt, answer, expected):
-    assert finished(prompt, answer) == (prompt, expected)
-    assert finished(prompt, "x y", answer) == (prompt, finished(prompt, "x y")[1], expected)
+@pytest.mark.parametrize("end", ["", " ", "\n"])
+@pytest.mark.parametrize("beginning", ["", " ", "\n"])
+def test_an_answer_gets_a_leading_space_where_neither_side_has_white_space(end, beginning):
+    first, second = f"{beginning}b ", "x y"
+    space = " " * (not end)
+    expected = (f"a{end}", (space if not beginning else "") + first, space + second)
+    assert make_row(f"a{end}", first, second) == expected
 
 
-def test_a_chat_is_written_out_with_its_roles_up_to_the_last_reply():
-    turns = [("system", "Be kind."), ("user", " Hi\n"), ("assistant", "Hello"), ("user", "1 + 1?\nThink."), ("assistant", "\n2 ")]
+def test_a_chat_is_written_out_with_its_roles_up_to_the_last_reply(tmp_path):
+    messages = [{"role": "system", "content": "Be kind."}]
+    messages += chat(" Hi\n", "Hello", "1 + 1?\nThink.", "\n2 ")
     prompt = "System: Be kind.\nUser: Hi\nAssistant: Hello\nUser: 1 + 1?\nThink.\nAssistant:"
-    assert cut([turns]) == (prompt, "\n2 ")
-    assert cut([turns, [*turns[:-1], ("assistant", "3")]]) == (prompt, "\n2 ", "3")
+    assert converted(tmp_path, [{"m": messages}], *CHATS) == [(prompt, "\n2 ")]
 
 
-def test_a_chat_in_which_nobody_asks_has_an_empty_prompt():
-    assert written([]) == written([("user", ""), ("system", " \n")]) == ""
-    assert written([("user", ""), ("system", "x")]) != ""
+DIFFER = "chats differ before the last reply"
 
 
-def test_messages_may_hold_other_keys_which_do_not_tell_two_beginnings_apart(tmp_path):
-    good, bad = chat("b", "c"), chat("b", "d")
-    good[0]["id"], bad[0]["id"] = 1, [2]
-    assert converted(tmp_path, [{"good": good, "bad": bad}], *CHAT_PAIRS) == [("User: b\nAssistant:", " c", " d")]
-
-
-def test_how_chats_are_written_is_printed_and_only_for_chats(tmp_path):
-    for flags in (CHATS, SFT):
-        _, out, _ = convert(tmp_path, [{"m": chat("b", "c"), "q": "b", "a": "c"}], *flags)
-        template = r"'System: ...\nUser: ...\nAssistant: ...\nUser: ...\nAssistant:'"
-        assert (f"chats are written as {template}\n" in out) == ("written as" in out) == (flags == CHATS)
-
-
-@pytest.mark.parametrize("flags, row, reason", [
-    (SFT, {"q": "", "a": "c"}, "empty prompt"), (("--prompt", "q"), {"q": " \n"}, "empty prompt"),
-    (SFT, {"q": "b", "a": " "}, "empty answer"), (PREF, {"q": "b", "good": "", "bad": "c"}, "empty answer"),
-    (PREF, {"q": "b", "good": "c", "bad": "\n"}, "empty answer"), (PREF, {"q": "", "good": "c", "bad": ""}, "empty prompt"),
-    (PREF, {"q": "b", "good": "c", "bad": "c"}, "equal answers"), (PREF, {"q": "b", "good": "c", "bad": " c\n"}, "equal answers"),
-    (CHATS, {"m": []}, "no reply at the end"), (CHATS, {"m": chat("b")}, "no reply at the end"),
-    (CHATS, {"m": chat("b", "c", "d")}, "no reply at the end"), (CHATS, {"m": chat(" ", "c")}, "empty prompt"),
-    (CHATS, {"m": chat("b", "c")[1:]}, "empty prompt"), (CHATS, {"m": chat("b", "")}, "empty answer"),
-    (CHAT_PAIRS, {"good": chat("b", "c"), "bad": chat("b")}, "no reply at the end"),
-    (CHAT_PAIRS, {"good": chat("b", "c"), "bad": chat("e", "d")}, "chats differ before the last message"),
-    (CHAT_PAIRS, {"good": chat("b", "c"), "bad": chat("b", "c", "d", "e")}, "chats differ before the last message"),
-    (CHAT_PAIRS, {"good": chat("b", "c"), "bad": chat("b", "d", system="x")}, "chats differ before the last message"),
-    (CHAT_PAIRS, {"good": chat("b", "c"), "bad": chat("b", "c")}, "equal answers"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags, row, reason",
+    [
+        (SFT, {"q": "", "a": ""}, "empty prompt"),
+        (PROMPTS, {"q": " \n"}, "empty prompt"),
+        (SFT, {"q": "b", "a": " "}, "empty answer"),
+        (PREF, {"q": "b", "good": "c", "bad": "\n"}, "empty answer"),
+        (PREF, {"q": "b", "good": "c", "bad": " c\n"}, "equal answers"),
+        (CHATS, {"m": []}, "no reply at the end"),
+        (CHATS, {"m": chat("b", "c", "d")}, "no reply at the end"),
+        (CHATS, {"m": chat(" ", "c")}, "empty prompt"),
+        (CHATS, {"m": chat("b", "")}, "empty answer"),
+        (CHATS, {"m": "Human: b"}, r"no '\n\nAssistant:' in a transcript"),
+        (CHAT_PAIRS, {"good": chat("b", "c"), "bad": chat("b")}, "no reply at the end"),
+        (CHAT_PAIRS, {"good": chat("b", "c"), "bad": chat("e", "d")}, DIFFER),
+        (CHAT_PAIRS, {"good": chat("b", "c"), "bad": chat("b", "c", "d", "e")}, DIFFER),
+        (CHAT_PAIRS, {"good": talk("b", "c"), "bad": talk("e", "d")}, DIFFER),
+        (CHAT_PAIRS, {"good": talk("b", "c"), "bad": talk("b", "c", "d", "e")}, DIFFER),
+        (CHAT_PAIRS, {"good": talk("b", "c"), "bad": talk("b", " ")}, "empty answer"),
+        (CHAT_PAIRS, {"good": chat("b", "c"), "bad": chat("b", "c")}, "equal answers"),
+    ],
+)
 def test_a_row_that_teaches_nothing_is_skipped_and_counted_by_reason(tmp_path, flags, row, reason):
-    sound = {"q": "x", "a": "y", "good": "y", "bad": "z"} if "--prompt" in flags else {"m": chat("x", "y")}
-    sound = {"good": chat("x", "y"), "bad": chat("x", "z")} if flags == CHAT_PAIRS else sound
-    status, out, err = convert(tmp_path, [row, sound, row], *flags, "--val", 0)
-    assert (status, err) == (0, "") and f"rows.jsonl: 3 rows read, 2 skipped; {reason}: 2\n" in out
+    sound = {"q": "x", "a": "y", "good": "y", "bad": "z"}
+    if flags not in (SFT, PREF, PROMPTS):
+        sound = {"m": chat("x", "y"), "good": talk("x", "y"), "bad": talk("x", "z")}
+    status, out, err = convert(tmp_path, [row, sound, row, sound], *flags, "--val", 0)
+    assert (status, err) == (0, "")
+    assert f"rows.jsonl: 4 rows read, 3 skipped; {reason}: 2; duplicate: 1\n" in out
     status, out, err = convert(tmp_path, [row, row], *flags)
-    assert (status, out) == (2, "") and err.endswith(f"no row to write (2 rows read, 2 skipped; {reason}: 2)\n")
+    assert (status, out) == (2, "")
+    assert err.endswith(f"rows.jsonl: no row to write (2 rows read, 2 skipped; {reason}: 2)\n")
 
 
-def test_a_row_that_came_before_is_a_duplicate_and_the_same_prompt_with_another_answer_is_none(tmp_path):
-    rows = [{"q": "b", "a": "c"}, {"q": "b", "a": "d"}, {"q": "b", "a": " c"}, {"q": "e", "a": "c"}, {"q": "b", "a": "c"}]
-    assert converted(tmp_path, rows, *SFT) == [("b", " c"), ("b", " d"), ("e", " c")]
-    assert "5 rows read, 2 skipped; duplicate: 2\n" in convert(tmp_path, rows, *SFT)[1]
+def test_rows_keep_their_order_and_the_same_prompt_with_another_answer_is_no_duplicate(tmp_path):
+    rows = [("b", "c"), ("b", "d"), ("b", " c"), ("e", "c"), ("b", "c"), *zip("zyxwvu", "gghhii")]
+    expected = [(q, f" {a.strip()}") for q, a in dict.fromkeys(rows) if a != " c"]
+    assert converted(tmp_path, [{"q": q, "a": a} for q, a in rows], *SFT) == expected
 
 
 # What is held out
 
 
-def test_no_prompt_is_in_train_and_val_and_the_share_is_about_what_was_asked():
-    rows = [(f"q{i % 2000}", f"a{i}") for i in range(6000)]
-    for share in (0.01, 0.05, 0.5, 0.9):
-        parts = split(rows, share)
-        train, val = ({row[0] for row in parts[name]} for name in ("train", "val"))
-        assert not train & val and sorted(parts["train"] + parts["val"]) == sorted(rows)
-        assert len(val) == pytest.approx(2000 * share, abs=4 * (2000 * share * (1 - share)) ** 0.5)
-        assert parts["val"] == [row for row in rows if row[0] in val] and parts["train"] == [row for row in rows if row[0] in train]
+@pytest.mark.parametrize("seed", range(20))
+def test_the_prompts_of_the_smallest_hashes_are_held_out_in_any_order(seed):
+    rng = random.Random(seed)
+    prompts = [f"{rng.random()}\ud83d" for _ in range(rng.choice([2, 5, 500]))]
+    for share in (1e-9, rng.random(), 1 - 1e-9):
+        places = {x: zlib.crc32(x.encode(errors="replace")) / 2**32 for x in prompts}
+        val = {x for x in prompts if places[x] < share}
+        val = val or {min(prompts, key=places.get)}
+        val = val - {max(prompts, key=places.get)} if len(val) == len(prompts) else val
+        rng.shuffle(prompts)
+        assert held_out(prompts * 2, share) == val
+    assert held_out(prompts, 0) == set() and held_out(prompts, 1) == set(prompts)
+    assert held_out(prompts[:1], 0.5) == held_out([], 0.5) == set()
 
 
-def test_one_prompt_in_twenty_is_held_out_unless_asked_otherwise(tmp_path):
-    convert(tmp_path, [{"q": f"q{i}"} for i in range(2000)], "--prompt", "q")
-    assert 60 < len(rows_of(tmp_path, "prompts", ["val"])) < 140
+@pytest.mark.parametrize("task", KEYS)
+@pytest.mark.parametrize("n", [2, 1000])
+def test_scripts_and_converter_hold_out_the_same_prompts_whatever_the_kind_of_file(
+    tmp_path, task, n
+):
+    """One rule: no prompt that one stage is validated on is in the training data of another."""
+    rows = [{"q": f"q{i % n}", "a": f"{i}", "good": f"{i}", "bad": "z"} for i in range(2 * n)]
+    flags = {"sft": SFT, "pref": PREF, "prompts": PROMPTS}[task]
+    convert(tmp_path, rows, *flags)
+    whole = tmp_path / "whole"
+    write_rows(whole, task, rows_of(tmp_path / "out", task), share=0)
+    assert [path.name for path in whole.iterdir()] == [f"{task}_train.jsonl"]
+    for split in ("train", "val"):
+        assert sorted(read_rows(whole, task, split)) == sorted(
+            read_rows(tmp_path / "out", task, split)
+        )
+    val = {prompt for prompt, *_ in read_rows(whole, task, "val")}
+    expected = {row["q"] for row in rows if zlib.crc32(row["q"].encode()) < 0.05 * 2**32}
+    assert val == held_out({row["q"] for row in rows}) and (n == 2 or val == expected)
+    assert not val & {prompt for prompt, *_ in read_rows(whole, task, "train")}
 
 
-@pytest.mark.parametrize("share", [1e-9, 0.05, 0.5, 1 - 1e-9])
-def test_two_prompts_are_enough_for_both_files(share):
-    for i in range(50):
-        parts = split([(f"a{i}", "x"), (f"b{i}", "x"), (f"a{i}", "y")], share)
-        assert parts["train"] and parts["val"]
-
-
-def test_a_share_of_0_writes_the_train_file_alone_and_1_the_val_file(tmp_path):
-    rows = [{"q": f"q{i}"} for i in range(9)]
-    for share, name in ((0, "train"), (1, "val")):
-        (tmp_path / name).mkdir()
-        convert(tmp_path / name, rows, "--prompt", "q", "--val", share)
-        assert [path.name for path in (tmp_path / name / "out").iterdir()] == [f"prompts_{name}.jsonl"]
-        assert len(rows_of(tmp_path / name, "prompts", [name])) == 9
-
-
-def test_a_single_prompt_goes_to_train(tmp_path):
-    status, out, err = convert(tmp_path, [{"q": "b", "a": "c"}, {"q": "b", "a": "d"}], *SFT)
-    assert (status, err) == (0, "") and "2 rows written" in out
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["sft_train.jsonl"]
-
-
-def test_the_same_prompts_are_held_out_of_every_file_in_any_order():
-    prompts = [f"q{i}" for i in range(500)]
-    val = {row[0] for row in split([(prompt,) for prompt in prompts], 0.1)["val"]}
-    assert val == {prompt for prompt in prompts if zlib.crc32(prompt.encode()) < 0.1 * 2**32}
-    random.Random(0).shuffle(prompts)
-    assert {row[0] for row in split([(prompt, "a", "b") for prompt in prompts], 0.1)["val"]} == val
-    assert {row[0] for row in split([(prompt, "a") for prompt in prompts[:250]], 0.1)["val"]} == val & set(prompts[:250])
-    assert len(split([("\ud83d",), ("b",)], 0.5)["val"]) == 1
+def test_a_share_of_0_writes_the_train_file_alone_and_1_the_val_file_from_any_folder(tmp_path):
+    """The two published files of transcripts, as data/README.md has it."""
+    published = [{"good": talk(f"{i}", "c"), "bad": talk(f"{i}", "d")} for i in range(9)]
+    for share, rows in enumerate((published[:4], published[4:])):
+        (tmp_path / "rows").write_bytes(gzip.compress(json.dumps(rows).encode()))
+        flags = ["rows", *CHAT_PAIRS, "--out", "new/folder", "--val", str(share)]
+        done = subprocess.run([sys.executable, ROOT / "data" / "convert.py", *flags], cwd=tmp_path)
+        assert (
+            done.returncode == 0 and len(list((tmp_path / "new" / "folder").iterdir())) == 1 + share
+        )
+    for split, numbers in (("train", "0123"), ("val", "45678")):
+        rows = read_rows(tmp_path / "new" / "folder", "pref", split)
+        assert [prompt[9] for prompt, *_ in rows] == list(numbers)
 
 
 # Files
@@ -228,136 +265,191 @@ def test_the_same_prompts_are_held_out_of_every_file_in_any_order():
 def test_other_files_stay_and_one_of_the_same_name_is_replaced(tmp_path):
     rows = [{"q": f"q{i}", "a": "x", "good": "y", "bad": "z"} for i in range(20)]
     convert(tmp_path, rows, *PREF)
-    pref = rows_of(tmp_path, "pref")
+    pref = rows_of(tmp_path / "out", "pref")
     for answer in ("x", "new"):
         convert(tmp_path, [{**row, "a": answer} for row in rows], *SFT)
-        assert sorted(rows_of(tmp_path, "sft")) == sorted((row["q"], f" {answer}") for row in rows)
-    assert rows_of(tmp_path, "pref") == pref and len(list((tmp_path / "out").iterdir())) == 4
+        sft = rows_of(tmp_path / "out", "sft")
+        assert sorted(sft) == sorted((row["q"], f" {answer}") for row in rows)
+    assert rows_of(tmp_path / "out", "pref") == pref
+    assert len(list((tmp_path / "out").iterdir())) == 4
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
-    convert(tmp_path, [{"q": "old"}, {"q": "older"}], "--prompt", "q")
-    before = rows_of(tmp_path, "prompts")
+def test_a_file_is_written_whole_or_not_at_all_and_never_over_its_source(tmp_path, monkeypatch):
+    convert(tmp_path, [{"q": "old"}, {"q": "older"}], *PROMPTS)
+    before = rows_of(tmp_path / "out", "prompts")
+    for name in ("train", "val"):
+        path = tmp_path / "out" / f"prompts_{name}.jsonl"
+        status, out, err = run("data/convert.py", path, "--out", path.parent, "--prompt", "prompt")
+        assert (status, out) == (2, "") and f"{path}: would be overwritten" in err
 
     def fail(*paths):
         raise OSError(28, "No space left on device", str(paths[0]))
 
     monkeypatch.setattr(os, "replace", fail)
-    status, _, err = convert(tmp_path, [{"q": "new"}, {"q": "newer"}], "--prompt", "q")
-    assert status == 2 and err.count("\n") == 1 and "No space left" in err and rows_of(tmp_path, "prompts") == before
-
-
-def test_the_command_runs_from_any_folder_and_makes_the_folders_it_needs(tmp_path):
-    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
-    command = [sys.executable, str(ROOT / "data" / "convert.py"), "rows.json", *SFT, "--out", "new/folder"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8")
-    assert (done.returncode, done.stderr) == (0, "") and len(list((tmp_path / "new" / "folder").iterdir())) == 2
+    status, _, err = convert(tmp_path, [{"q": "new"}, {"q": "newer"}], *PROMPTS)
+    assert status == 2 and err.count("\n") == 1 and "No space left" in err
+    assert rows_of(tmp_path / "out", "prompts") == before
 
 
 # What is refused
 
-GOOD = '{"q": "a", "a": "b"}'
-MESSAGES = '{"m": [{"role": "user", "content": "b"}, %s]}'
+GOOD = b'{"q": "a", "a": "b"}'
 
 
-@pytest.mark.parametrize("name, content, flags, says", [
-    # JSON lines, as plumbing/text.py has it
-    ("r.jsonl", b"", SFT, ["no row to write", "0 rows read", "JSON lines"]),
-    ("r.jsonl", b"\n \n", SFT, ["no row to write"]),
-    ("r.jsonl", GOOD.encode() + b'\n{"q": "a",', SFT, ["line 2", "cannot be read", "JSON lines"]),
-    ("r.jsonl", b'\n\n{"q": "a"} {"q": "b"}', SFT, ["line 3", "cannot be read"]),
-    ("r.jsonl", GOOD.encode() + b"\n" + b'{"a":' * 100_000, SFT, ["line 2", "cannot be read"]),
-    ("r.jsonl", b"q,a\n1,2\n", SFT, ["line 1", "CSV", ".csv"]),
-    ("r.jsonl", GOOD.encode() + b"\nnull", SFT, ["line 2", "found NoneType", "objects"]),
-    ("r.jsonl", GOOD.encode() + b'\n["a"]', SFT, ["line 2", "found list"]),
-    ("r.jsonl", b'{"a": "b", "question": 1}', SFT, ["line 1", "no key 'q'", "'a', 'question'"]),
-    ("r.jsonl", b'{"q": "b"}', SFT, ["line 1", "no key 'a'", "found 'q'"]),
-    ("r.jsonl", b"{}", SFT, ["line 1", "no key 'q'", "no key at all"]),
-    ("r.jsonl", b'{"q": 7, "a": "b"}', SFT, ["line 1", "'q' should be a string, found 7\n"]),
-    ("r.jsonl", b'\n{"q": "a", "a": null}', SFT, ["line 2", "'a' should be a string, found null\n"]),
-    ("r.jsonl", b'{"q": "a", "good": [{"role": "user"}], "bad": "c"}', PREF, ["'good'", '[{"role"', "leave --prompt"]),
-    ("r.jsonl", json.dumps({"q": ["x" * 99]}).encode(), ("--prompt", "q"), ['["' + "x" * 38 + ";"]),
-    ("r.jsonl", GOOD.encode() + b'\n{"q": "\xff"}', SFT, ["line 2", "not UTF-8", "save the file as UTF-8"]),
-    ("r.jsonl", "\ufeffé\né".encode()[:-1], SFT, ["line 2", "not UTF-8"]),
-    ("r.jsonl", GOOD.encode("utf-16"), SFT, ["line 1", "not UTF-8"]),
-    # A JSON array
-    ("r.json", b"[]", SFT, ["no row to write", "0 rows read"]),
-    ("r.json", b"[" + GOOD.encode() + b",\n{", SFT, ["r.json: cannot be read", "line 2"]),
-    ("r.json", b"[" * 100_000, SFT, ["r.json: cannot be read"]),
-    ("r.json", b"[" + GOOD.encode() + b", 7]", SFT, ["row 2", "found int"]),
-    ("r.json", b"[[], " + GOOD.encode() + b"]", SFT, ["row 1", "found list"]),
-    ("r.json", b"[" + GOOD.encode() + b",\n\n{}]", SFT, ["row 2", "no key 'q'"]),
-    ("r.json", b"[\n" + GOOD.encode() + b'\n, "\xff"]', SFT, ["line 3", "not UTF-8"]),
-    ("r.json", b'{\n"data": []}', SFT, ["line 1", "cannot be read", "JSON array"]),
-    # CSV
-    ("r.csv", b"", SFT, ["no row to write"]),
-    ("r.csv", b"q,a\n", SFT, ["no row to write", "header"]),
-    ("r.csv", b"question,answer\n1,2", SFT, ["row 2", "no key 'q'", "'question', 'answer'"]),
-    ("r.csv", b"q;a\n1;2", SFT, ["row 2", "no key 'q'", "'q;a'"]),
-    ("r.csv", b"q, a\n1,2", SFT, ["row 2", "no key 'a'; found 'q', ' a'"]),
-    ("r.csv", b"q,a\n1,2\n\nwell, yes,2", SFT, ["row 4", "3 values for 2 names", "quotes"]),
-    ("r.csv", b"q,a\n1,2\n1", SFT, ["row 3", "1 values for 2 names"]),
-    ("r.csv", b'q,a\n1,"2\n3"\n4,5,6', SFT, ["row 3", "3 values"]),
-    ("r.csv", b'q,a\n1,"2\n3,4\n', SFT, ["row 2", "cannot be read"]),
-    ("r.csv", b'q,a\n1,2\n"3"x,4\n', SFT, ["row 3", "cannot be read"]),
-    ("r.csv", '"q\n",a\n1,é'.encode("latin-1"), SFT, ["line 3", "not UTF-8"]),
-    ("r.csv", b"m\nx", CHATS, ["row 2", "'m'", "list of messages"]),
-    # gzip
-    ("r.gz", gzip.compress(GOOD.encode() * 99)[:-9], SFT, ["r.gz: cannot be read"]),
-    ("r.gz", gzip.compress(GOOD.encode() * 99)[:10] + b"\xff" * 30, SFT, ["r.gz: cannot be read"]),
-    ("r.gz", gzip.compress(GOOD.encode()) + b"more", SFT, ["r.gz: cannot be read"]),
-    ("r.gz", gzip.compress(b"\n{}"), SFT, ["r.gz, line 2"]),
-    # Chats
-    ("r.jsonl", b'{"m": "Human: b"}', CHATS, ["'m'", "list of messages", '"Human: b"', "hh_rlhf.py"]),
-    ("r.jsonl", b'{"chosen": 1}', CHAT_PAIRS, ["no key 'good'", "'chosen'"]),
-    ("r.jsonl", b'{"good": [], "bad": null}', CHAT_PAIRS, ["'bad' should be a list of messages, found null\n"]),
-    ("r.jsonl", b"\n" + (MESSAGES % '"c"').encode(), CHATS, ["line 2", 'found "c"', "'role' and 'content'"]),
-    ("r.jsonl", (MESSAGES % '{"from": "gpt", "value": "c"}').encode(), CHATS, ['found {"from": "gpt"', "'role' and 'content'"]),
-    ("r.jsonl", (MESSAGES % '{"role": "assistant"}').encode(), CHATS, ['found {"role": "assistant"}', "'content'"]),
-    ("r.jsonl", (MESSAGES % '{"role": "assistant", "content": ["c"]}').encode(), CHATS, ['["c"]', "strings"]),
-    ("r.jsonl", (MESSAGES % '{"role": 1, "content": "c"}').encode(), CHATS, ['{"role": 1', "strings"]),
-    ("r.jsonl", (MESSAGES % json.dumps({"x": "y" * 99})).encode(), CHATS, ['found {"x": "' + "y" * 73 + "\n"]),
-], ids=lambda value: str(value)[:50])  # fmt: skip
-def test_what_is_no_row_ends_the_run_with_one_line_and_no_file(tmp_path, name, content, flags, says):
-    status, out, err = convert(tmp_path, content, *flags, name=name)
-    assert (status, out) == (2, "") and err.count("\n") == 1 and err.startswith(f"convert.py: {tmp_path / name}")
-    assert all(part in err for part in says) and not (tmp_path / "out").exists()
+BAD_MESSAGE = (
+    ", line 1: a message should be an object with the strings 'role' and 'content', found "
+)
 
 
-def test_a_file_that_is_not_there_or_a_folder_in_the_way_is_named(tmp_path):
-    for path in (tmp_path / "none.jsonl", tmp_path):
-        status, _, err = run("data/convert.py", path, "--out", tmp_path / "out", *SFT)
-        assert status == 2 and err.count("\n") == 1 and f"{path}: cannot be read" in err and "Errno" not in err
-    (tmp_path / "out").write_text("a file")
-    status, _, err = convert(tmp_path, [{"q": "b"}], "--prompt", "q")
-    assert status == 2 and err.count("\n") == 1 and str(tmp_path / "out") in err
+def message(x):
+    return json.dumps({"m": [chat("b")[0], x]}).encode()
 
 
-@pytest.mark.parametrize("flags, says", [
-    ((), "give --prompt, or --prompt --completion, or"), (("--completion", "a"), "give --prompt"), (("--chosen", "a"), "give"),
-    ((*SFT, "--messages", "m"), "or --messages"), ((*SFT, "--chosen", "m"), "--chosen --rejected"),
-    ((*PREF, "--completion", "a"), "give"), ((*SFT, "--val", "-0.1"), "between 0 and 1"), ((*SFT, "--val", "5"), "between 0 and 1"),
-    ((*SFT, "--val", "nan"), "between 0 and 1"), ((*SFT, "--val", "x"), "--val"), (("--prom", "q"), "--prom"),
-    (("--prompt",), "--prompt"),
-])  # fmt: skip
-def test_flags_that_do_not_go_together_are_refused_in_one_line(tmp_path, flags, says):
-    status, out, err = convert(tmp_path, [{"q": "a", "a": "b"}], *flags)
-    assert (status, out) == (2, "") and err.count("\n") == 1 and says in err and "-h explains" in err
+@pytest.mark.parametrize(
+    "kind, content, flags, says",
+    [
+        ("jsonl", b"\n \n", SFT, ": no row to write (0 rows read, 0 skipped); it should hold JSON"),
+        ("jsonl", GOOD + b'\n{"q": "a",', SFT, ", line 2: cannot be read ("),
+        ("jsonl", GOOD + b"\n\n" + b'{"a":' * 100_000, SFT, ", line 3: cannot be read ("),
+        ("jsonl", b'{"a": "b", "qu": 1}', SFT, ", line 1: no key 'q'; found 'a', 'qu'\n"),
+        ("jsonl", b"{}", SFT, ", line 1: no key 'q'; found no key at all\n"),
+        ("jsonl", b'{"q": 7}', SFT, ", line 1: the value of 'q' should be a string, found 7\n"),
+        (
+            "jsonl",
+            b'\n{"q": "", "a": null}',
+            SFT,
+            ", line 2: the value of 'a' should be a string, ",
+        ),
+        ("jsonl", GOOD + b'\n{"q": "\xff"}', SFT, ", line 2: not UTF-8 ("),
+        ("jsonl", "\ufeffé\né".encode()[:-1], SFT, ", line 2: not UTF-8 ("),
+        ("json", b"[" + GOOD + b",\n{", SFT, ": cannot be read ("),
+        ("json", b"[" * 100_000, SFT, ": cannot be read ("),
+        ("json", b"[" + GOOD + b",\n\n7]", SFT, ", row 2: found int; it should hold JSON lines"),
+        ("csv", b"q,a\n", SFT, ": no row to write ("),
+        ("csv", b"q;a\n1;2", SFT, ", row 2: no key 'q'; found 'q;a'\n"),
+        ("csv", b"q,a\n1,2\n\nwell, yes,2", SFT, ", row 4: cannot be read (3 values for 2 names; "),
+        ("csv", b'q,a\n1,"2\n3"\n1', SFT, ", row 3: cannot be read (1 values for 2 names; "),
+        ("csv", b'q,a\n1,"2\n3,4\n', SFT, ", row 2: cannot be read ("),
+        ("csv", b'q,a\n1,2\n"3"x,4\n', SFT, ", row 3: cannot be read ("),
+        ("gz", gzip.compress(GOOD * 99)[:-9], SFT, ": cannot be read ("),
+        ("gz", gzip.compress(GOOD * 99)[:10] + b"\xff" * 30, SFT, ": cannot be read ("),
+        ("gz", gzip.compress(GOOD) + b"more", SFT, ": cannot be read ("),
+        ("jsonl", message("c"), CHATS, BAD_MESSAGE + '"c"\n'),
+        ("jsonl", message({"role": "user"}), CHATS, BAD_MESSAGE + '{"role": "user"}\n'),
+        ("jsonl", message({"role": 1, "content": "c"}), CHATS, BAD_MESSAGE + '{"role": 1, '),
+        ("jsonl", message({"x": "y" * 99}), CHATS, BAD_MESSAGE + '{"x": "' + "y" * 73 + "\n"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_what_is_no_row_ends_the_run_with_one_line(tmp_path, kind, content, flags, says):
+    status, out, err = convert(tmp_path, content, *flags, name=f"r.{kind}")
+    assert (status, out) == (2, "") and err.count("\n") == 1
+    assert err.startswith(f"convert.py: {tmp_path / 'r'}.{kind}{says}")
     assert not (tmp_path / "out").exists()
 
 
-def test_without_a_file_or_a_folder_one_line_says_so():
-    for args, says in ((("x.jsonl", "--prompt", "q"), "--out"), (("--out", "x", "--prompt", "q"), "FILE")):
-        status, _, err = run("data/convert.py", *args)
+def test_a_value_of_another_kind_is_refused_with_a_hint(tmp_path):
+    wanted = "'bad' should be a list of messages or a transcript, found null\n"
+    assert wanted in convert(tmp_path, [{"good": [], "bad": None}], *CHAT_PAIRS)[2]
+    wanted = 'found ["' + "x" * 38 + "; leave --prompt out if it is a chat\n"
+    assert wanted in convert(tmp_path, [{"q": ["x" * 99]}], *PROMPTS)[2]
+    for content, name, wanted in (
+        (b"q,a\n1,2\n", "r.txt", ".csv.gz"),
+        (b"\xff", "r", "as UTF-8\n"),
+    ):
+        assert wanted in convert(tmp_path, content, *SFT, name=name)[2]
+
+
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        ((), "give --prompt, or --prompt --completion, or --prompt --chosen --rejected, or --mess"),
+        (("--completion", "a"), "--messages, or --chosen --rejected, and a --val between 0 and 1"),
+        ((*SFT, "--messages", "m"), "give --prompt"),
+        ((*SFT, "--val", "-0.1"), "between 0 and 1"),
+        ((*SFT, "--val", "1.1"), "between 0 and 1"),
+        ((*SFT, "--val", "nan"), "between 0 and 1"),
+        (("--prom", "q"), "--prom"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused_in_one_line(tmp_path, flags, says):
+    status, out, err = convert(tmp_path, [{"q": "a", "a": "b"}], *flags)
+    assert (status, out) == (2, "") and err.startswith("convert.py: ") and err.count("\n") == 1
+    assert says in err and "-h explains" in err and not (tmp_path / "out").exists()
+
+
+def test_a_missing_file_or_folder_and_a_file_in_the_way_are_named_in_one_line(tmp_path):
+    (tmp_path / "file").write_bytes(GOOD)
+    for file, out, says in (
+        ("none", "out", f"{tmp_path / 'none'}: cannot be read (No such file"),
+        (".", "out", f"{tmp_path}: cannot be read (Is a directory)"),
+        ("file", "file", str(tmp_path / "file")),
+    ):
+        status, _, err = run("data/convert.py", tmp_path / file, "--out", tmp_path / out, *SFT)
+        assert status == 2 and err.count("\n") == 1 and says in err
+    for args, says in ((["x"], "--out"), (["--out", "x"], "FILE")):
+        status, _, err = run("data/convert.py", *args, *SFT)
         assert status == 2 and err.count("\n") == 1 and says in err
 
 
-def test_help_shows_every_flag_and_how_to_use_them():
+def test_help_names_every_flag():
     status, out, _ = run("data/convert.py", "-h")
-    assert status == 0 and "--prompt question --completion answer" in out and "leading space" in out
-    for text in ("where a row has its rejected", "share of the prompts to hold out (default: 0.05)", "folder to write into"):
-        assert text in out
+    assert status == 0 and "where a row has its rejected" in out and "(default: 0.05)" in out
 
 
-def test_a_key_may_be_empty_as_the_first_column_of_some_tables_is(tmp_path):
-    assert converted(tmp_path, b",q\n7,8", "--prompt", "", name="rows.csv") == [("7",)]
+# Film reviews
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_snippets_become_demonstrations_prompts_and_pairs_with_the_longest_common_opening(seed):
+    rng = random.Random(seed)
+
+    def snippets():
+        return [" ".join(rng.choices("ab", k=rng.randint(1, 12))) for _ in range(40)]
+
+    good, bad = snippets(), snippets()
+    rows = make_rows("\n \n".join(good) + "\n", "\n".join(bad))
+    long = [text for text in good + bad if len(text.split()) >= 8]
+    assert [prompt + answer for prompt, answer in rows["sft"]] == long
+    assert all(len(prompt.split()) == 4 for prompt, _ in rows["sft"])
+    assert rows["prompts"] == list(dict.fromkeys((prompt,) for prompt, _ in rows["sft"]))
+    for side, texts in ((1, good), (2, bad)):  # every snippet serves once
+        used = [row[0] + row[side] for row in rows["pref"]]
+        assert all(row[side].split() for row in rows["pref"])
+        for text in used:
+            assert used.count(text) <= texts.count(text)
+    openings = [len(row[0].split()) for row in rows["pref"]]
+    assert openings == sorted(openings, reverse=True) and max(openings) == 4
+
+
+def test_snippets_nearest_in_length_are_paired_and_what_is_left_waits_for_a_shorter_opening():
+    good = ["a b c d 1 1 1 1", "a b c d 1", "a b c d 1 1", "a b x 1", "e f", "z z"]
+    bad = ["a b c d 2 2 2", "a b c d 2", "a b y 2 2", "e f", "e g 2"]
+    assert make_rows("\n".join(good), "\n".join(bad))["pref"] == [
+        ("a b c d", " 1", " 2"),
+        ("a b c d", " 1 1", " 2 2 2"),
+        ("a b", " x 1", " y 2 2"),
+        ("e", " f", " f"),
+    ]
+
+
+def test_the_command_writes_six_files_holds_out_what_the_converter_would_and_takes_latin_1(
+    tmp_path,
+):
+    lines = [
+        f"{a} {b} café {c} for each and every one" for a in "abcde" for b in "fghij" for c in "kl"
+    ]
+    (tmp_path / "pos").write_bytes("\n".join(lines).encode("latin-1"))
+    (tmp_path / "neg").write_text("\n".join(lines).replace("every", "no"), encoding="utf-8")
+    command = [sys.executable, str(ROOT / "data" / "rt_polarity.py"), "pos", "neg", "--out", "out"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8")
+    assert (done.returncode, done.stderr) == (0, "")
+    for task, n in (("sft", 100), ("pref", 50), ("prompts", 50)):
+        rows, val = (
+            rows_of(tmp_path / "out", task, splits) for splits in (("train", "val"), ["val"])
+        )
+        assert len(rows) == n and "café" in rows[0][0]
+        assert {row[0] for row in val} == held_out(row[0] for row in rows)
+    status, out, err = run("data/rt_polarity.py", tmp_path / "none", tmp_path / "neg")
+    assert (status, out) == (2, "") and err.count("\n") == 1 and str(tmp_path / "none") in err
+    assert "(default: data/rt)" in run("data/rt_polarity.py", "-h")[1]

@@ -179,7 +179,7 @@ CASES = [
     ("sft", "", rows("sft", json.dumps(GOOD["sft"]).encode("utf-16")), ["UTF-8"]),
     ("sft", "", rows("sft", *[GOOD["sft"] | {"prompt": "why " * 99}] * 3), ["context of 32 tokens", "--context"]),
     ("rm", "", rows("pref", *[GOOD["pref"] | {"rejected": "b"}] * 3), ["no two answers differ"]),
-    ("rm", "", rows("pref", {"chosen": "Human: a", "rejected": "Human: b"}), ["no key 'prompt'", "data/hh_rlhf.py"]),
+    ("rm", "", rows("pref", {"chosen": "Human: a", "rejected": "Human: b"}), ["no key 'prompt'", "data/convert.py cuts"]),
     ("ppo", "", rows("prompts", {"prompt": ""}), ["--context"]),
     ("ppo", "", rows("prompts", {"question": "a"}), ["no key 'prompt'", "'question'"]),
     ("sft", "", block("data/sft_train.jsonl"), ["sft_train.jsonl", "directory"]),

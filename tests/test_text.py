@@ -198,7 +198,7 @@ def test_a_damaged_gzip_file_is_refused_by_name(tmp_path, content):
 
 
 @pytest.mark.parametrize("row, hint", [
-    ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "c"}, "hh_rlhf.py"),
+    ({"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "c"}, "convert.py cuts whole transcripts"),
     ({"prompt": [{"role": "user", "content": "a"}], "chosen": "b", "rejected": "c"}, "messages of a chat"),
 ])  # fmt: skip
 def test_transcripts_and_chats_are_refused_with_a_hint(tmp_path, row, hint):
