@@ -8,15 +8,9 @@ from pathlib import Path
 
 import torch
 
-from data.convert import held_out
+from data.convert import KEYS, held_out
 from minippo import response_mask
 from plumbing.errors import UserError
-
-KEYS = {
-    "sft": ("prompt", "completion"),
-    "pref": ("prompt", "chosen", "rejected"),
-    "prompts": ("prompt",),
-}
 
 
 def load_jsonl(path, keys):
