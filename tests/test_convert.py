@@ -15,7 +15,7 @@ import pytest
 from cli import ROOT, run
 from data.convert import held_out, make_row, write_rows
 from data.rt_polarity import make_rows
-from plumbing.text import KEYS, load_jsonl, read_rows
+from plumbing.rows import KEYS, load_jsonl, read_rows
 
 SFT = ("--prompt", "q", "--completion", "a")
 PREF = ("--prompt", "q", "--chosen", "good", "--rejected", "bad")
