@@ -1,39 +1,55 @@
-"""Every figure, table and picture of README.md and RESULTS.md, from training runs over several seeds.
+"""Every training run behind the figures of README.md and RESULTS.md, on the default task.
 
-    python -m bench.results            runs whatever is missing, one process each, then writes bench/results.json, the pictures
-                                       beside it, and the tables of both texts; if interrupted, it goes on where it stopped
-    python -m bench.results --summary  only the latter, from the runs that are there
-    python -m bench.results --texts    only the tables of both texts, from bench/results.json
+    python -m bench.results               five seeds, ablations and other settings (about two hours)
+    python -m bench.results neighbours    PPO beside variations/ and TRL
+    python -m bench.results seeds         or only one part of the first: seeds or settings
 
-The runs are kept in out/results. The default is trained on five seeds at full length; each ablation on three, for 100 iterations.
+Runs what is missing in out/results, measures it, and writes bench/results.json, the pictures and
+the tables. If interrupted, it goes on where it stopped; to begin anew, remove that folder. Each run
+is a process with one thread; --workers says how many at a time. --summary measures what is there.
+
+Every run starts from the SFT and reward models of its seed and is measured by the same ruler. In
+"neighbours" each algorithm, PPO too, first gets the same small search on the first seed, at a
+quarter of the length: three learning rates times two values of its main flag. The setting with the
+largest score - beta KL in the last quarter of the log is kept.
 """
 
-import argparse
+import functools
+import itertools
 import json
-import math
 import os
-import platform
 import statistics
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 import minippo
-from minippo import PPOConfig, row_lengths
+import train_ppo
+from bench import parser, pictures
+from bench.tables import ROOT, keep, load, mean_and_error
+from data.zoo import judge
 from plumbing.checkpoints import load_checkpoint, save_checkpoint
-from plumbing.report import best_of_n, optimal_objective, optimum, respond
-from plumbing.settings import RunConfig, prepare, run_script
-from plumbing.text import load_jsonl, texts_of
+from plumbing.errors import run_script
+from plumbing.models import load_models
+from plumbing.report import best_of_n, best_of_n_kl, optimal_objective, optimum, respond
+from plumbing.rows import load_jsonl
+from plumbing.settings import RunConfig, prepare
+from plumbing.tokenizer import texts_of
 
-ROOT = Path(__file__).parents[1]
 RUNS = ROOT / "out" / "results"
-SEEDS, FEW_SEEDS = 5, 3
-PROMPTS, REFERENCE, SAMPLES = 128, 192, 16  # prompts; responses of the SFT model, and of a policy, to each
-BETAS = (0.03, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0, 5.0)
+SEEDS, FEW_SEEDS = range(5), range(3)
+BETA = minippo.PPOConfig.kl_coef
+BETAS = (0.03, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0, 5.0)  # of the best policies
+PROMPTS, REFERENCE, SAMPLES = 128, 192, 16  # REFERENCE answers of the SFT model to each prompt
+SHORT = "--steps 100 --no_report"
 
-# name: flags. Each runs for 100 iterations, the default among them, so that all have the same budget.
+# name: flags. Each runs for 100 iterations, the default too, so that all have the same budget.
+HACKED = "a quarter of the pairs, beta = 0"
 ABLATIONS = {
     "default": "",
     "no clipping": "--clip_eps inf --value_clip inf",
@@ -41,7 +57,7 @@ ABLATIONS = {
     "no value function": "--lam 1 --vf_coef 0",
     "lam = 0": "--lam 0",
     "lam = 0.95": "--lam 0.95",
-    "no advantage whitening": "",
+    "no advantage whitening": "--no_whiten",
     "KL in the loss": "--kl_coef 0 --kl_loss_coef 0.2",
     "beta = 0": "--kl_coef 0",
     "beta = 0.03": "--kl_coef 0.03",
@@ -50,16 +66,17 @@ ABLATIONS = {
     "separate critic": "--separate_critic",
     "scores not normalised": "",
     "a quarter of the pairs": "",
-    "a quarter of the pairs, beta = 0": "--kl_coef 0",
+    HACKED: "--kl_coef 0",
 }
-# Settings that other texts and programs have, as many iterations.
+# Settings that other texts and programs have.
 QUESTIONS = {
+    "default": "",
     "clip at 0.1": "--clip_eps 0.1",
     "clip at 0.3": "--clip_eps 0.3",
     "four passes": "--epochs 4",
     "four passes, no clipping": "--epochs 4 --clip_eps inf --value_clip inf",
-    "four passes, lower lr": f"--epochs 4 --lr {PPOConfig.lr / 4:g}",
-    "four passes, lower lr, no clipping": f"--epochs 4 --lr {PPOConfig.lr / 4:g} --clip_eps inf --value_clip inf",
+    "four passes, lower lr": "--epochs 4 --lr 0.0002",
+    "four passes, lower lr, no clipping": "--epochs 4 --lr 0.0002 --clip_eps inf --value_clip inf",
     "gamma = 0.95": "--gamma 0.95",
     "value loss x 5": "--vf_coef 0.5",
     "value loss x 10": "--vf_coef 1",
@@ -70,559 +87,466 @@ QUESTIONS = {
     "reference moves, every 50": "--ref_update_every 50",
     "length penalty": "--length_penalty 0.05",
 }
-TEXTS = ("README.md", "RESULTS.md")
-FILES = {
-    "minippo.py": "the algorithm, to be read",
-    "train_sft.py": "stage 1: imitate demonstrations",
-    "train_rm.py": "stage 2: learn which answers are preferred",
-    "train_ppo.py": "stage 3: raise the score, stay close",
-    "sample.py": "talk to a trained model",
-    "variations/": "PPO's neighbours, each a small change of it",
-    "plumbing/": "flags, tokenizer, data folders, checkpoints, resuming, the report, the Hugging Face bridge",
-    "data/": "the default data and its judge; converters",
-    "tests/": "the specification, the proof, the known bugs",
-    "bench/": "whatever makes a number or a picture of README.md and RESULTS.md",
+
+# What is run, the flag that is searched besides the learning rate, and its two values. Where the KL
+# is not in the reward, the same beta is another price: see variations/dpo.py and grpo.py.
+TRL = "-m torch.distributed.run --standalone --nproc_per_node 2 -m variations.outgrow --k 8"
+ALGORITHMS = {
+    "PPO": ("train_ppo.py", "minibatches 4 8"),
+    "PPO, separate critic": ("train_ppo.py --separate_critic", "minibatches 4 8"),
+    "PPO, KL penalty": ("-m variations.ppo_penalty", "target 0.003 0.03"),
+    "PPO, one action": ("-m variations.sequence_ppo", "clip_eps 0.2 1"),
+    "PPO, ratio of GSPO": ("-m variations.sequence_ppo --mean", "clip_eps 0.01 0.2"),
+    "REINFORCE, total return": ("-m variations.reinforce --credit total", "minibatches 4 8"),
+    "REINFORCE, reward-to-go": ("-m variations.reinforce", "minibatches 4 8"),
+    "REINFORCE, less the value": ("-m variations.reinforce --baseline", "minibatches 4 8"),
+    "RLOO": ("-m variations.rloo", "k 4 8"),
+    "GRPO": ("-m variations.grpo --k 8", "kl_coef 0.1 0.3"),
+    "Dr. GRPO": ("-m variations.grpo --no_std --no_length --k 8", "kl_coef 0.1 0.3"),
+    "PPO of TRL": ("-m bench.trl_ppo", "minibatches 4 8"),
+    "GRPO of TRL": (TRL, "kl_coef 0.1 0.3"),
+    "best of n, imitated": ("-m variations.best_of_n", "n 4 8"),
+    "DPO": ("-m variations.dpo", "kl_coef 0.1 0.3"),
+    "IPO": ("-m variations.dpo --ipo", "kl_coef 0.1 0.3"),
 }
-HACKED = "a quarter of the pairs, beta = 0"
-NO_PENALTY, OTHER_DATA = RUNS / "no_penalty", RUNS / "other_data"  # one run each, seed 0, at full length
+STEPS, RATES = 200, (4e-4, 8e-4, 1.6e-3)
+LOW_RATES = 1.2e-4, 4e-4, 1.2e-3  # for DPO and IPO, whose pairs never change
 
 
-def command(script, *flags):
-    """Run a script in a process of its own, its output in log.txt of its --out folder."""
-    out = Path(flags[flags.index("--out") + 1])
-    out.mkdir(parents=True, exist_ok=True)
-    print(" ".join(["python", script, *flags]), flush=True)
-    with open(out / "log.txt", "a") as log:
-        name = [script] if script.endswith(".py") else ["-m", script]
-        subprocess.run([sys.executable, "-u", *name, *flags], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, check=True)
+# --------------------------------------------------------------------------------------------------
+# What is run
+
+
+@dataclass
+class Job:
+    """A process that trains something, and the folder that it writes into."""
+
+    out: Path
+    words: list  # for Python
+    policy: str = "ppo.pt"  # in that folder
+    env: dict = field(default_factory=dict)
+
+    def status(self):
+        """0: done, 2: it failed (the learning rate was too large, say), None: not finished."""
+        path = self.path_of_status()
+        return int(path.read_text()) if path.exists() else None
+
+    def path_of_status(self):
+        script = next(word for word in self.words if word != "-m")
+        return self.out / f"{Path(script).stem}.status"
+
+    def run(self):
+        if self.status() is not None:
+            return
+        self.out.mkdir(parents=True, exist_ok=True)
+        words = [*map(str, self.words), "--out", str(self.out)]
+        print(" ".join(["python", *words]), flush=True)
+        env = os.environ | {"OMP_NUM_THREADS": "1"} | self.env
+        with open(self.out / "log.txt", "a") as log:
+            command = [sys.executable, "-u", *words]
+            code = subprocess.call(command, cwd=ROOT, env=env, stdout=log, stderr=log)
+        if code in (0, 2):  # not when it was stopped
+            self.path_of_status().write_text(str(code))
+
+    def log(self):
+        """score, KL and seconds of each iteration."""
+        if (self.out / "trainer_state.json").exists():  # of TRL, which logs the KL per token
+            rows = json.loads((self.out / "trainer_state.json").read_text())["log_history"]
+            seconds, rows = rows[-1]["train_runtime"], [row for row in rows if "reward" in row]
+            return [
+                {
+                    "score": row["reward"],
+                    "kl": row["kl"] * row["completions/mean_length"],
+                    "seconds": seconds * (i + 1) / len(rows),
+                }
+                for i, row in enumerate(rows)
+            ]
+        return read_lines(self.out / "ppo.jsonl")
+
+    def objective(self):
+        """score - beta KL in the last quarter of the log; None where the run has failed."""
+        if self.status():
+            return None
+        rows = self.log()
+        rows = rows[-max(1, len(rows) // 4) :]
+        return statistics.fmean(row["score"] - BETA * row["kl"] for row in rows)
+
+    def seconds(self):
+        """Of training; in the rounds of variations/iterate.py, of PPO and of the reward models."""
+        logs = [*self.out.glob("*/ppo.jsonl"), *self.out.glob("*/rm.jsonl")]
+        return sum(read_lines(path)[-1]["seconds"] for path in logs) or self.log()[-1]["seconds"]
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run(jobs, workers):
+    """Those that are missing, `workers` at a time; those of several processes alone."""
+    apart = [job for job in jobs if "variations.outgrow" in job.words]
+    for job in apart:
+        job.run()
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(Job.run, [job for job in jobs if job not in apart]))
+    if missing := [str(job.out) for job in jobs if job.status() is None]:
+        sys.exit(f"not finished, log.txt says why: {', '.join(missing)}; call again to go on")
 
 
 def folder(name, seed):
-    return RUNS / name.replace(" ", "_").replace(",", "").replace("=", "") / str(seed)
+    return RUNS / "".join(c if c.isalnum() or c in "/." else "_" for c in name.lower()) / str(seed)
 
 
 def models_of(name, seed):
     """The folder with the SFT and the reward model that a setting starts from."""
-    return folder("few pairs" if "quarter" in name else "raw" if "not normalised" in name else "models", seed)
+    kind = "few pairs" if "quarter" in name else "raw" if "not normalised" in name else "models"
+    return folder(kind, seed)
 
 
-def make_models(seed, ablations):
-    """SFT and reward model of a seed; the same with a quarter of the pairs; the same with scores that are not normalised."""
-    out, few, raw = (folder(name, seed) for name in ("models", "few pairs", "raw"))
+def make_models(seeds, workers):
     for kind in ("sft", "rm"):
-        if not (out / f"{kind}.done").exists():
-            command(f"train_{kind}.py", "--out", str(out), "--seed", str(seed))
-            (out / f"{kind}.done").touch()
-    if seed >= FEW_SEEDS or not ablations:
-        return
-    if not (raw / "rm.pt").exists():
-        model, tokenizer, facts = load_checkpoint(out / "rm.pt", ("rm",))
-        model.mean.zero_(), model.std.fill_(1.0)
-        raw.mkdir(parents=True, exist_ok=True)
-        os.link(out / "sft.pt", raw / "sft.pt")
-        save_checkpoint(raw / "rm.pt", "rm", model, tokenizer, **facts)
-    if not (few / "rm.done").exists():
+        words = [f"train_{kind}.py", "--resume", "--seed"]
+        run([Job(folder("models", seed), [*words, seed]) for seed in seeds], workers)
+
+
+def make_other_models(seeds, workers):
+    """Reward models with scores that are not normalised, and of a quarter of the pairs."""
+    jobs = []
+    for seed in seeds:
+        models, raw, few = (folder(kind, seed) for kind in ("models", "raw", "few pairs"))
         data = few / "data"
         data.mkdir(parents=True, exist_ok=True)
         for path in (ROOT / "data" / "zoo").iterdir():
             lines = path.read_bytes().splitlines(True)
-            (data / path.name).write_bytes(b"".join(lines[: len(lines) // 4] if path.stem == "pref_train" else lines))
-        (few / "sft.pt").unlink(missing_ok=True)
-        os.link(out / "sft.pt", few / "sft.pt")
-        command("train_rm.py", "--out", str(few), "--seed", str(seed), "--data", str(data))
-        (few / "rm.done").touch()
+            share = 4 if path.stem == "pref_train" else 1
+            (data / path.name).write_bytes(b"".join(lines[: len(lines) // share]))
+        for out in (raw, few):
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "sft.pt").unlink(missing_ok=True)
+            os.link(models / "sft.pt", out / "sft.pt")
+        model, tokenizer, facts = load_checkpoint(models / "rm.pt", ["rm"])
+        model.mean.zero_(), model.std.fill_(1.0)
+        save_checkpoint(raw / "rm.pt", "rm", model, tokenizer, **facts)
+        jobs += [Job(few, ["train_rm.py", "--resume", "--seed", seed, "--data", data])]
+    run(jobs, workers)
 
 
-def recorded_ppo(name, seed, flags):
-    """train_ppo.py in this process, with the judge looking on: out/judge.json gets his mean score of each batch of responses."""
-    import train_ppo
-    from data.zoo import judge
+def judged_job(name, seed, flags=""):
+    """train_ppo.py, with the judge looking on."""
+    words = ["-m", "bench.results", "judged", "--overwrite", "--models", models_of(name, seed)]
+    return Job(folder(name, seed), [*words, "--seed", seed, *flags.split()])
 
-    models, out = models_of(name, seed), folder(name, seed)
-    tokenizer = load_checkpoint(models / "sft.pt", ("sft",))[1]
-    grades = []
 
-    def iterate_and_judge(*args, **kwargs):
-        batch, metrics = minippo.ppo_iteration(*args, **kwargs)
+def judged_ppo(flags):
+    """train_ppo.py in this process; judge.json gets the judge's mean score of each batch."""
+    sys.argv = ["train_ppo.py", *flags]
+    out, models = (Path(flags[flags.index(flag) + 1]) for flag in ("--out", "--models"))
+    tokenizer, grades = load_checkpoint(models / "sft.pt", ["sft"])[1], []
+
+    def credit(batch, config, kl_coef):
         prompts, responses = texts_of(tokenizer, batch["tokens"], batch["mask"])
-        grades.append(sum(map(judge, prompts, responses)) / len(prompts))
+        grades.append(statistics.fmean(map(judge, prompts, responses)))
         (out / "judge.json").write_text(json.dumps(grades))
-        return batch, metrics
+        return minippo.credit(batch, config, kl_coef)
 
-    if name == "no advantage whitening":
-        minippo.whiten = lambda x, mask: torch.where(mask, x, 0.0)
-    sys.argv = ["train_ppo.py", "--models", str(models), "--out", str(out), "--seed", str(seed), *flags]
-    run_script(lambda: train_ppo.main(iterate_and_judge))
+    train_ppo.main(credit)
 
 
-def missing():
-    """Everything still to be run, as (name, seed, flags); the default at full length comes first."""
-    runs = [("full", seed, []) for seed in range(SEEDS)]
-    for seed in range(FEW_SEEDS):
-        settings = {**ABLATIONS, **QUESTIONS}.items()
-        runs += [(name, seed, ["--steps", "100", "--no_report", *flags.split()]) for name, flags in settings]
-    return [(name, seed, flags) for name, seed, flags in runs if not (folder(name, seed) / "ppo.done").exists()]
+def settings_jobs(settings):
+    return {
+        name: [judged_job(name, seed, f"{SHORT} {flags}") for seed in FEW_SEEDS]
+        for name, flags in settings.items()
+    }
 
 
-def run_all(ablations):
-    for name, seed, flags in missing():
-        if name != "full" and not ablations:
-            continue
-        make_models(seed, ablations)
-        command("bench.results", "--record", name, "--seed", str(seed), "--out", str(folder(name, seed)), *flags)
-        (folder(name, seed) / "ppo.done").touch()
-    if not (NO_PENALTY / "report.json").exists():
-        command("train_ppo.py", "--kl_coef", "0", "--models", str(folder("models", 0)), "--out", str(NO_PENALTY))
-    if not (OTHER_DATA / "report.json").exists():
-        data = OTHER_DATA / "zoo7"
-        command("data/zoo.py", "--seed", "7", "--out", str(data))
-        for kind in ("sft", "rm", "ppo"):
-            command(f"train_{kind}.py", "--data", str(data), "--out", str(OTHER_DATA))
+def searches(name):
+    """{flags: job} for the six settings, on the first seed, at a quarter of the length."""
+    flag, *values = ALGORITHMS[name][1].split()
+    jobs = {}
+    for lr, value in itertools.product(LOW_RATES if name in ("DPO", "IPO") else RATES, values):
+        flags = f"--lr {lr:g} --{flag} {value}"
+        jobs[flags] = neighbour_job(name, f"search/{name} {flags}", 0, STEPS // 4, flags)
+    return jobs
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# From runs to figures
+def neighbour_job(name, out, seed, steps, flags):
+    words = ALGORITHMS[name][0].split()
+    models = ["--models", folder("models", seed), "--seed", seed]
+    go_on = [] if "TRL" in name else ["--resume"]  # TRL begins anew
+    length = ["--steps", steps, "--no_report", *go_on]
+    return Job(folder(f"neighbours/{out}", seed), [*words, *models, *length, *flags.split()])
 
 
-def mean_and_error(numbers):
-    """Over seeds: mean and standard error of the mean, or None for the latter where there is one seed."""
-    x = torch.tensor(numbers, dtype=torch.float64)
-    return {"mean": x.mean().item(), "se": (x.std() / math.sqrt(len(x))).item() if len(x) > 1 else None, "seeds": len(x)}
+def best(name):
+    """The flags that did best in the search; None if all of them failed."""
+    found = {flags: job.objective() for flags, job in searches(name).items()}
+    found = {flags: x for flags, x in found.items() if x is not None}
+    return max(found, key=found.get, default=None)
 
 
-def over_seeds(rows):
-    """A list of dicts of numbers -> {name: mean_and_error}."""
-    return {name: mean_and_error([row[name] for row in rows]) for name in rows[0]}
+def neighbour_jobs():
+    """{name: the job of each seed, with the best setting}, once all searches are done."""
+    names = [name for name in ALGORITHMS if "TRL" not in name or find_spec("trl")]
+    return {
+        name: [neighbour_job(name, name, seed, STEPS, flags) for seed in FEW_SEEDS]
+        for name in names
+        if (flags := best(name))
+    }
+
+
+def hacking_jobs():
+    """{name: jobs} at beta = 0, on the first seed, after the ensemble of reward models."""
+    home, seed, rounds = folder("neighbours/against hacking", 0), 0, 3
+    models = ["--models", folder("models", seed)]
+    flags = ["--seed", seed, "--kl_coef", 0, "--no_report", "--resume", "--steps", STEPS]
+    rewards = {
+        "one reward model": [],
+        "mean of three": ["--reward", "variations.ensemble:mean"],
+        "lowest of three": ["--reward", "variations.ensemble:minimum"],
+    }
+    jobs = {
+        name: Job(
+            home / name,
+            ["train_ppo.py", *models, *flags, *reward],
+            env={"ENSEMBLE": str(home / "ensemble")},
+        )
+        for name, reward in rewards.items()
+    }
+    ppo = f"--kl_coef 0 --steps {STEPS // rounds} --no_report"
+    words = ["-m", "variations.iterate", "--rounds", rounds, "--ppo", ppo, *models, "--seed", seed]
+    jobs["three rounds"] = Job(home / "rounds", words, f"{rounds}/ppo.pt")
+    return Job(home / "ensemble", ["-m", "variations.ensemble", *models]), jobs
+
+
+# --------------------------------------------------------------------------------------------------
+# What is measured
 
 
 class Yardstick:
-    """Prompts of the validation file, the SFT model's answers to them, and what follows from those: for one setting and seed."""
+    """Prompts of the validation file, and the SFT model's answers to them."""
 
-    def __init__(self, name, seed):
-        from data.zoo import judge
-
-        models = models_of(name, seed)
-        self.sft, self.tokenizer, _ = load_checkpoint(models / "sft.pt", ("sft",))
-        self.reward_model, _, _ = load_checkpoint(models / "rm.pt", ("rm",))
-        self.config, self.judge = PPOConfig(), judge
+    def __init__(self, folder, seed):
+        self.models = load_models(folder, "cpu")
         torch.manual_seed(seed)
-        prompts = [self.tokenizer.encode(row[0]) for row in load_jsonl(ROOT / "data" / "zoo" / "prompts_val.jsonl", ["prompt"])]
-        self.prompts = [prompts[i] for i in torch.randperm(len(prompts))[:PROMPTS]]
-        self.reference, _ = self.respond(self.sft, REFERENCE)
+        rows = load_jsonl(ROOT / "data" / "zoo" / "prompts_val.jsonl", ["prompt"])
+        self.questions = [rows[i][0] for i in torch.randperm(len(rows))[:PROMPTS]]
+        self.reference, _ = self.ask(self.models.reference, REFERENCE)
 
-    def respond(self, policy, n):
-        def score(tokens, mask):
-            return self.reward_model(tokens, row_lengths(mask))
+    def ask(self, policy, n):
+        """n responses to each question -> {name: (PROMPTS, n)}, texts."""
+        x = self.models
+        prompts, settings = map(x.tokenizer.encode, self.questions), minippo.PPOConfig()
+        asked = [*prompts], n, x.tokenizer, settings
+        figures, texts = respond(policy, x.reference, x.score, *asked)
+        grades = [judge(self.questions[i // n], text) for i, text in enumerate(texts)]
+        return figures | {"judge": torch.tensor(grades).view(-1, n)}, texts
 
-        return respond(policy, self.sft, score, self.prompts, n, self.tokenizer, self.config, judge=self.judge)
-
-    def measure(self, policy, beta=0.1):
-        """What a policy reaches: score, judge, KL, and J = score - beta KL as a share of the way from SFT to the optimum."""
-        x, texts = self.respond(policy, SAMPLES)
-        J, J_sft = (x["score"] - beta * x["kl"]).mean().item(), self.reference["score"].mean().item()
-        J_best = optimal_objective(self.reference["score"], beta).mean().item()
-        row = {name: x[name].mean().item() for name in ("judge", "score", "kl", "ended", "length")}
-        return row | {"optimality": (J - J_sft) / (J_best - J_sft)}, x, texts
+    def figures(self, x):
+        """score, judge and KL of responses, and J = score - beta KL as a share of the way from the
+        SFT model to the optimum."""
+        sft = self.reference["score"]
+        J, J_sft = (x["score"] - BETA * x["kl"]).mean(), sft.mean()
+        share = (J - J_sft) / (optimal_objective(sft, BETA).mean() - J_sft)
+        means = {name: x[name].mean().item() for name in ("judge", "score", "kl")}
+        return {"optimality": share.item()} | means
 
     def best_of(self, n):
-        row = {name: best_of_n(self.reference["score"], self.reference[name], n).mean().item() for name in ("score", "judge")}
-        return row | {"kl": math.log(n) - (n - 1) / n}
+        x = {
+            name: best_of_n(self.reference["score"], self.reference[name], n)
+            for name in ("score", "judge")
+        }
+        return {name: values.mean().item() for name, values in x.items()}
 
 
-def log_of(name, seed):
-    """The metrics of each iteration, with the judge's mean score where he looked on."""
-    log = [json.loads(line) for line in (folder(name, seed) / "ppo.jsonl").read_text().splitlines()]
-    grades = folder(name, seed) / "judge.json"
-    for row, grade in zip(log, json.loads(grades.read_text()) if grades.exists() else []):
-        row["judge"] = grade
-    return log
+@functools.cache
+def yardstick(models, seed):
+    return Yardstick(models, seed)
 
 
-def path_of(name, window=10):
-    """How score, judge and KL move during training: means over the seeds and over every ten iterations."""
-    logs = [log_of(name, seed) for seed in range(FEW_SEEDS) if (folder(name, seed) / "ppo.done").exists()]
-    rows = [[row for log in logs for row in log[i : i + window]] for i in range(0, len(logs[0]) if logs else 0, window)]
-    return [{key: sum(row[key] for row in part) / len(part) for key in ("score", "judge", "kl")} for part in rows]
+def measured(job, models, seed):
+    """The figures of a job that is done; they are kept beside its model."""
+    path = job.out / "measured.json"
+    if not path.exists():
+        stick = yardstick(models, seed)
+        policy, _, _ = load_checkpoint(job.out / job.policy, ["ppo"])
+        path.write_text(json.dumps(stick.figures(stick.ask(policy, SAMPLES)[0])))
+    return json.loads(path.read_text()) | {"seconds": job.seconds()}
 
 
-def summarise():
-    """All runs that are there -> the dict of bench/results.json."""
-    seeds = [seed for seed in range(SEEDS) if (folder("full", seed) / "ppo.done").exists()]
-    reports = [json.loads((folder("full", seed) / "report.json").read_text()) for seed in seeds]
-    machine = f"{os.cpu_count()} CPU cores, {platform.machine()}, torch {torch.__version__}"
-    out, logs = {"machine": machine, "seeds": seeds, "reports": reports}, [log_of("full", seed) for seed in seeds]
-    out["no_penalty"], out["other_data"] = (json.loads((x / "report.json").read_text()) for x in (NO_PENALTY, OTHER_DATA))
-    for name in ("score", "judge", "kl", "entropy", "explained_variance"):
-        curve = [mean_and_error([log[i][name] for log in logs]) for i in range(0, len(logs[0]), 3)]
-        out.setdefault("curves", {})[name] = curve
-    other = [json.loads(line) for line in (OTHER_DATA / "ppo.jsonl").read_text().splitlines()]
-    out["jumps"] = [jumps([row["kl"] for row in log]) for log in [*logs, other]]
-    sticks = {}
-
-    def stick(name, seed):
-        key = models_of(name, seed)
-        if key not in sticks:
-            sticks[key] = Yardstick(name, seed)
-        return sticks[key]
-
-    out["best_of_n"] = {n: over_seeds([stick("full", seed).best_of(n) for seed in seeds]) for n in (4, 16, 64)}
-    out["optimum"] = {beta: over_seeds([optimum(stick("full", seed).reference, beta) for seed in seeds]) for beta in BETAS}
-    for key, settings in (("ablations", ABLATIONS), ("questions", {"default": "", **QUESTIONS})):
-        if all((folder(name, seed) / "ppo.done").exists() for name in settings for seed in range(FEW_SEEDS)):
-            out[key] = summarise_settings(stick, settings)
-    if "ablations" in out:
-        policy, _, _ = load_checkpoint(folder(HACKED, 0) / "ppo.pt", ("ppo",))
-        out["hacked"] = worst_of(*stick(HACKED, 0).measure(policy)[1:], stick(HACKED, 0))
-        out["paths"] = {name: path_of(name) for name in ("beta = 0.03", "default", "beta = 0.3", HACKED)}
-    return out
-
-
-def jumps(kl, window=100):
-    """How many of these KLs, one per iteration, are more than 1 nat above the median of the hundred before; the first have none."""
-    return sum(kl[i] > 1 + statistics.median(kl[i - window : i]) for i in range(window, len(kl)))
+def over_seeds(rows):
+    """Dicts of numbers, one for each seed -> {name: [mean, error]}."""
+    return {name: mean_and_error([row[name] for row in rows]) for name in rows[0]}
 
 
 def differences(rows, first):
-    """The optimality of these runs less that of the `first` ones, seed by seed: known better than either mean."""
-    return mean_and_error([row["optimality"] - other["optimality"] for row, other in zip(rows, first, strict=True)])
+    """The optimality of these runs less that of the `first`, seed by seed: known better than
+    either."""
+    pairs = zip(rows, first, strict=True)
+    return mean_and_error([row["optimality"] - other["optimality"] for row, other in pairs])
 
 
-def summarise_settings(stick, settings):
-    """{setting: flags}, the default among them, all of which have been run -> {setting: its figures}."""
-    out = {}
-    runs = {name: [load_checkpoint(folder(name, seed) / "ppo.pt", ("ppo",))[0] for seed in range(FEW_SEEDS)] for name in settings}
-    rows = {name: [stick(name, i).measure(policy)[0] for i, policy in enumerate(policies)] for name, policies in runs.items()}
-    for name, flags in settings.items():
-        out[name] = {"flags": flags, **over_seeds(rows[name])}
-        if models_of(name, 0) == models_of("default", 0) and name != "default":
-            out[name]["gain"] = differences(rows[name], rows["default"])
+def rows_of(jobs, flags, first):
+    """{name: the job of each seed}, {name: flags} -> {name: figures}, of those that are done;
+    "gain" is the optimality less that of the one named `first`, where both have the same models."""
+    out, known = {}, {}
+    for name, runs in jobs.items():
+        if any(job.status() != 0 for job in runs):
+            continue
+        known[name] = [measured(job, models_of(name, i), i) for i, job in enumerate(runs)]
+        out[name] = {"flags": flags[name], **over_seeds(known[name])}
+        if name != first and first in known and models_of(name, 0) == models_of(first, 0):
+            out[name]["gain"] = differences(known[name], known[first])
     return out
 
 
-def worst_of(x, texts, stick):
-    """Three responses that the reward model likes and the judge does not, to different prompts."""
-    order = (x["score"] - x["judge"]).amax(1).argsort(descending=True)[:3].tolist()
-    best = (x["score"] - x["judge"]).argmax(1)
-    return [{"prompt": stick.tokenizer.decode(stick.prompts[i]), "response": texts[i * SAMPLES + best[i]],
-             **{name: x[name][i, best[i]].item() for name in ("score", "judge", "kl")}} for i in order]  # fmt: skip
+FIGURES = (
+    "judge score kl eos_rate response_length optimality worst_tenth win_rate_vs_sft "
+    "above_entropy below_ceiling val_accuracy"
+).split()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# From figures to tables and pictures
+def figures_of(report):
+    """What the tables show of a report.json."""
+
+    def part(x):
+        return {name: x[name] for name in x if name.removesuffix("_se") in FIGURES}
+
+    parts = ("sft", "rm", "ppo", "ppo_seen", "ppo_unseen")
+    return {name: part(report[name]) for name in parts if name in report}
 
 
-def cell(x, digits=2):
-    if x is None:
-        return ""
-    return f"{x['mean']:.{digits}f}" + (f" ± {x['se']:.{digits}f}" if x["se"] is not None else "")
+def read_report(out):
+    """A report.json, and the jumps in the log beside it."""
+    report = json.loads((out / "report.json").read_text())
+    kl = [row["kl"] for row in read_lines(out / "ppo.jsonl")]
+    return figures_of(report) | {"best_judge": report["best_judge"], "jumps": jumps(kl)}
 
 
-def table(head, rows):
-    lines = [f"| {' | '.join(head)} |", f"| --- | {' | '.join(['---:'] * (len(head) - 1))} |"]
-    return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
+def jumps(kl, window=100):
+    """How many of the KLs, one per iteration, are more than 1 nat above the median of the hundred
+    before; the first hundred have none."""
+    before = (statistics.median(kl[i - window : i]) for i in range(window, len(kl)))
+    return sum(x > 1 + middle for x, middle in zip(kl[window:], before))
 
 
-def tables(results):
-    """results.json -> {name of a marker in README.md: text of the table}."""
-    reports = results["reports"]
-
-    def ppo(part, name):
-        return mean_and_error([report[part][name] for report in reports])
-
-    rows = [["SFT model", cell(ppo("sft", "judge")), cell(ppo("sft", "score")), "0", ""]]
-    for n, x in results["best_of_n"].items():
-        rows += [[f"best of {n}", cell(x["judge"]), cell(x["score"]), f"{x['kl']['mean']:.2f}", ""]]
-    optimality = ppo("ppo", "optimality")
-    rows += [["**PPO**", *(cell(ppo("ppo", name)) for name in ("judge", "score", "kl")), cell(optimality, 3)]]
-    for part, prompts in (("ppo_seen", "450 prompts that it was trained on"), ("ppo_unseen", "50 unseen prompts")):
-        figures = [cell(ppo(part, name)) for name in ("judge", "score", "kl")]
-        rows += [[f"PPO, on the {prompts}", *figures, cell(ppo(part, "optimality"), 3)]]
-    best = results["optimum"]["0.1"]
-    rows += [["the optimum at beta = 0.1", *(cell(best[name]) for name in ("judge", "score", "kl")), "1"]]
-    out = {"systems": table(["", "judge", "score", "KL", "optimality"], rows)}
-
-    labels = [str(report["seed"]) for report in reports] + ["0, other data"]
-    reports, jumps = [*reports, results["other_data"]], map(str, results["jumps"])
-    share = [(r["ppo"]["judge"] - r["sft"]["judge"]) / (r["best_judge"] - r["sft"]["judge"]) for r in reports]
-    rows = [
-        [label, f"{r['sft']['above_entropy']:.4f} ± {r['sft']['above_entropy_se']:.4f}",
-         f"{r['rm']['below_ceiling']:.4f} ± {r['rm']['below_ceiling_se']:.4f}", f"{part:.2f}",
-         *(f"{r['ppo'][name]:.{digits}f} ± {r['ppo'][name + '_se']:.{digits}f}"
-           for name, digits in (("win_rate_vs_sft", 3), ("kl", 2), ("eos_rate", 4), ("optimality", 3))),
-         *(f"{r[kind]['optimality']:.3f} ± {r[kind]['optimality_se']:.3f}" for kind in ("ppo_seen", "ppo_unseen")), jumped]
-        for label, r, part, jumped in zip(labels, reports, share, jumps)
-    ]  # fmt: skip
-    head = ["seed", "SFT above the entropy, nats/token", "RM below its ceiling", "judge, share of the way to 3", "wins against SFT",
-            "KL", "end-of-text", "optimality", "on seen prompts", "on unseen prompts", "jumps of the KL"]  # fmt: skip
-    out["seeds"] = table(head, rows)
-    more = (gap_table, passes_table, accident_tables, ablation_tables, real_tables, speed_tables, memory_tables, neighbour_tables,
-            screens)  # fmt: skip
-    return out | {name: text for make in more for name, text in make(results).items()}
+def judged_log(out):
+    grades = json.loads((out / "judge.json").read_text())
+    return [
+        row | {"judge": x} for row, x in zip(read_lines(out / "ppo.jsonl"), grades, strict=True)
+    ]
 
 
-def screens(results):
-    """What README.md shows of what the programs print, and its table of files."""
-    printed = results["make_run"]
-    start = next(i for i, line in enumerate(printed) if line.split()[:2] == ["judge", "score"])
-    stop = next(i for i, line in enumerate(printed) if line.startswith("PPO, unseen"))
-    limits = next(i for i, line in enumerate(printed) if line.startswith("optimality"))
-    systems = [line for line in printed[start : stop + 1] if not line.startswith(("best of 4 ", "best of 64"))]
-    report = [*systems, *printed[limits : limits + 2]]
-    example = results["example"]
-    shown = [line for line in example if not line.startswith("iteration") or int(line.split()[1]) in (1, 100)]
-
-    def block(lines):
-        return "\n".join(f"    {line}".rstrip() for line in lines)
-
-    rows = []
-    for name, text in FILES.items():
-        paths = sorted((ROOT / name).rglob("*.py")) if name.endswith("/") else [ROOT / name]
-        lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in paths)
-        rows += [[f"[`{name}`]({name})", f"{lines:,}", text]]
-    head = ["", "lines", "what it is"]
-    files = table(head, rows).replace("| --- | ---: | ---: |", "| --- | ---: | --- |")
-    return {"run": block(report), "example": block(shown), "files": files}
+# --------------------------------------------------------------------------------------------------
+# The three parts: each runs what is missing, unless there are no workers, and returns its sections
 
 
-def ablation_tables(results):
-    """The same of the runs with other settings: ablations, no penalty, few pairs."""
-    reports, out = results["reports"], {}
-    names = ("judge", "score", "kl", "eos_rate", "response_length")
-    systems = {"SFT model": reports[0]["sft"], "PPO, beta = 0.1": reports[0]["ppo"], "PPO, beta = 0": results["no_penalty"]["ppo"]}
-    rows = [[label, *(f"{x[name]:.2f} ± {x[name + '_se']:.2f}" for name in names)] for label, x in systems.items()]
-    out["no_penalty"] = table(["", "judge", "score", "KL", "end-of-text", "length"], rows)
-    for key in ("ablations", "questions"):
-        rows, names = [], {"optimality": "optimality", "gain": "less the default's", "judge": "judge", "score": "score", "kl": "KL"}
-        if not any("gain" in x for x in results.get(key, {}).values()):  # runs that were measured before there was this column
-            del names["gain"]
-        for name, x in results.get(key, {}).items():
-            figures = (cell(x.get(figure), 3 if figure == "gain" else 2) for figure in names)
-            rows += [[name, f"`{x['flags']}`" if x["flags"] else "", *figures]]
-        out[key] = table(["setting", "flags", *names.values()], rows)
-    names, rows = ("score", "judge", "kl"), []
-    for x in results["hacked"]:
-        rows += [[f"{x['prompt']} **{x['response'].strip()}**", *(f"{x[key]:.2f}" for key in names)]]
-    out["hacked"] = table(["prompt and response", *names], rows)
-    return out
-
-
-def judged_tables(systems):
-    """The film reviews, by a classifier that no training has seen: for RESULTS.md, and with fewer figures for README.md."""
-    rows = []
-    for name, x in systems.items():
-        (share, error), (score, score_se), (kl, kl_se) = x["judge"], x["score"], x["kl"]
-        kl = "0" if name == "SFT model" else f"{kl:.2f}" + (f" ± {kl_se:.2f}" if kl_se else "")
-        rows += [[name, f"{100 * share:.1f} ± {100 * error:.1f}", f"{score:.2f} ± {score_se:.2f}", kl]]
-    names, shares, _, kls = zip(*rows)
-    wide = table(["", *names], [["favourable, %", *shares], ["KL", *kls]])
-    return {"judged": table(["", "favourable, %", "score", "KL"], rows), "favourable": wide}
-
-
-def real_tables(results):
-    """What bench.real has measured."""
-    out = {}
-    names, rows = {"reviews": "film reviews", "dialogues": "dialogues"}, []
-    for name, x in results["real"].items():
-        sft, rm, ppo = (x["report"][part] for part in ("sft", "rm", "ppo"))
-        figures = [(100 * rm["val_accuracy"], 100 * rm["val_accuracy_se"], 1)]
-        parts = ((sft, "score"), (ppo, "score"), (ppo, "kl"), (ppo, "eos_rate"))
-        figures += [(part[key], part[f"{key}_se"], 2) for part, key in parts]
-        cells = [f"{mean:.{digits}f} ± {error:.{digits}f}" for mean, error, digits in figures]
-        rows += [[names[name], *cells, f"{sum(x['seconds'].values()) / 60:.1f}"]]
-    head = ["data", "validation pairs right, %", "score, SFT", "score, PPO", "KL", "end-of-text", "minutes"]
-    out["real"] = table(head, rows)
-    rows = []
-    for x in results["real"]["reviews"]["report"]["samples"]:
-        rows += [[f"{x['prompt']} **{x[kind].strip()}**" for kind in ("sft", "ppo")] + [f"{x[key]:.2f}" for key in ("score", "kl")]]
-    out["reviews"] = table(["SFT model", "PPO", "score", "KL"], rows)
-    if "judged" in results["real"]["reviews"]:
-        out |= judged_tables(results["real"]["reviews"]["judged"]["systems"])
-    return out
-
-
-def speed_tables(results):
-    """What bench.speed has measured."""
-    out, rows = {}, []
-    for name in ("small", "medium", "default"):
-        if name in results["speed"]:
-            x = results["speed"][name]
-            ratios = [x["ratios"][key] for key in ("update", "iteration", "update, at peak", "iteration, at peak")]
-            seconds = [x["seconds"][phase] for phase in ("rollout", "scoring", "update")]
-            rows += [[name, *(f"{x:.2f}" for x in seconds), *(f"{x:.1f}" for x in ratios)]]
-    head = ["workload", "rollout, s", "scoring, s", "update, s", "update", "iteration", "update, at peak", "iteration, at peak"]
-    out["speed"] = table(head, rows)
-    rows = [[name, *(f"{1000 * s:.0f}" for s in x["seconds"]), *(f"{ratio:.2f}" for ratio in x["ratios"])]
-            for name, x in results.get("beside_nanogpt", {}).items()]  # fmt: skip
-    head = ["workload", "nanoGPT, ms", "with GPT-2's GELU, ms", "minippo, ms", "times nanoGPT", "times that with GPT-2's GELU"]
-    out["nanogpt"] = table(head, rows)
-    rows = []
-    for what, (first, *_, last) in results["speed"]["growth"].items():
-        rows += [[what, f"{first['value']} to {last['value']}", f"{last['times_operations']:.1f}", f"{last['times_seconds']:.1f}"]]
-    out["growth"] = table(["doubled three times", "from and to", "times the operations", "times the seconds"], rows)
-    return out
-
-
-def memory_tables(results):
-    """What bench.memory has computed and measured."""
-    out = {}
-    columns = ("parameters", "four_models", "activations", "logits", "total", "total_checkpointed")
-    rows = [[x["model"], f"{x['parameters'] / 1e6:,.0f} M", *(f"{x[name] / 1e9:.1f}" for name in columns[1:])]
-            for x in results["memory"]["rows"]]  # fmt: skip
-    head = ["", "parameters", "the models", "activations", "logits", "in all", "in all, `--grad_checkpoint`"]
-    out["memory"] = table(head, rows)
-    cases = {"short": "4 rows of 64 + 64 tokens", "long": "1 row of 884 + 16 tokens"}
-    rows = [[said, *(f"{x['peak'] / 1e9:.1f} ({x['predicted'] / 1e9:.1f})" for x in results["memory"][f"measured_{name}"].values())]
-            for name, said in cases.items()]  # fmt: skip
-    out["memory_measured"] = table(["in memory at once", "SFT", "reward model", "PPO"], rows)
-    return out
-
-
-def passes_table(results):
-    """What bench.drawings has read in the log of a run of several passes: medians, and the quartiles in brackets."""
-    metrics, rows = {"clip_frac": 3, "approx_kl": 4, "ratio_max": 2}, []
-    for i in range(len(results["passes"]["clip_frac"])):
-        cells = [[f"{x:.{digits}f}" for x in results["passes"][name][i]] for name, digits in metrics.items()]
-        rows += [[str(i + 1), *(f"{middle} ({low} to {high})" for low, middle, high in cells)]]
-    return {"passes": table(["pass", "clip fraction", "approx_kl, nats per token", "ratio_max"], rows)}
-
-
-def gap_table(results):
-    """What is missing to the optimum, and how much of it the worst tenth of the prompts holds."""
-    rows = []
-    for part, label in (("ppo_seen", "seen"), ("ppo_unseen", "unseen")):
-        parts = [report[part] for report in results["reports"]]
-        gap, worst = mean_and_error([1 - x["optimality"] for x in parts]), mean_and_error([x["worst_tenth"] for x in parts])
-        rows += [[label, cell(gap, 3), cell(worst)]]
-    return {"gap": table(["prompts", "missing to an optimality of 1", "share of it in the worst tenth"], rows)}
-
-
-def accident_tables(results):
-    """What bench.accident has measured."""
-    accident, out = results["accident"], {}
-    rows = [[str(i), *(f"{accident['rows'][i - 1][name]:.2f}" for name in ("low", "high", "kl")),
-             f"{accident['rows'][i - 1]['longest']:.0f}"] for i in range(10, len(accident["rows"]) + 1, 10)]  # fmt: skip
-    head = ["iteration", "low scores, nats per token", "high scores, nats per token", "kl of its batch", "its largest KL"]
-    out["accident"] = table(head, rows)
-    names = list(accident["again"][0]["after"])
-    rows = [[str(x["iteration"]), *(f"{n:.2f}" for n in (x["before"], *x["after"].values()))] for x in accident["again"]]
-    out["again"] = table(["iteration", "before it", "after it", *(f"without {name}" for name in names[1:])], rows)
-    rows = [[name, " ".join(f"`--{flag} {value:g}`" for flag, value in x["flags"].items()), str(x["astray"]), f"{x['low']:.2f}"]
-            for name, x in accident["cures"].items()]  # fmt: skip
-    out["cures"] = table(["changed", "", "iterations with a response astray", "low scores, nats per token, at the end"], rows)
-    return out
-
-
-def neighbour_tables(results):
-    """What bench.ladder has computed and bench.neighbours measured, if they have."""
-    from bench import ladder, neighbours  # which import this file
-
+def seeds(workers):
+    other, no_penalty = RUNS / "other_data", RUNS / "no_penalty"  # seed 0
+    jobs = [judged_job("full", seed) for seed in SEEDS]
+    if workers:
+        make_models(SEEDS, workers)
+        run(jobs, workers)
+        first = ["--models", folder("models", 0)]
+        Job(no_penalty, ["train_ppo.py", "--resume", "--kl_coef", 0, *first]).run()
+        data = other / "zoo7"
+        Job(data, ["data/zoo.py", "--seed", 7]).run()
+        for kind in ("sft", "rm", "ppo"):
+            Job(other, [f"train_{kind}.py", "--resume", "--data", data]).run()
+    outs = {str(seed): job.out for seed, job in zip(SEEDS, jobs)}
+    outs |= {"0, other data": other, "beta = 0": no_penalty}
+    logs = [judged_log(job.out)[::6] for job in jobs]
+    curves = {}
+    for name in pictures.CURVES:
+        points = [[row[name] for row in rows] for rows in zip(*logs)]
+        curves[name] = [[statistics.fmean(x), statistics.stdev(x)] for x in points]
+    sticks = [yardstick(folder("models", seed), seed) for seed in SEEDS]
+    best = {n: over_seeds([stick.best_of(n) for stick in sticks]) for n in (4, 16, 64)}
     return {
-        name: text for key, module in (("ladder", ladder), ("neighbours", neighbours)) if key in results
-        for name, text in module.tables(results).items()
-    }  # fmt: skip
+        "reports": {label: read_report(out) for label, out in outs.items()},
+        "curves": curves,
+        "best_of_n": {n: x | {"kl": best_of_n_kl(n)} for n, x in best.items()},
+        "optimum": {
+            beta: over_seeds([optimum(stick.reference, beta) for stick in sticks]) for beta in BETAS
+        },
+    }
 
 
-def splice(document, name, text):
-    """Put the text between the markers <!-- name --> and <!-- /name --> of a document, if it has them."""
-    begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
-    if begin not in document:
-        return document
-    before, rest = document.split(begin)
-    return before + begin + text + "\n" + end + rest.split(end, 1)[1]
+def settings(workers):
+    jobs = settings_jobs(ABLATIONS | QUESTIONS)
+    if workers:
+        make_models(FEW_SEEDS, workers)
+        make_other_models(FEW_SEEDS, workers)
+        run([job for runs in jobs.values() for job in runs], workers)
+    out = {
+        "ablations": rows_of({name: jobs[name] for name in ABLATIONS}, ABLATIONS, "default"),
+        "questions": rows_of({name: jobs[name] for name in QUESTIONS}, QUESTIONS, "default"),
+    }
+    stick = yardstick(models_of(HACKED, 0), 0)
+    policy, _, _ = load_checkpoint(folder(HACKED, 0) / "ppo.pt", ["ppo"])
+    out["hacked"] = most_hacked(*stick.ask(policy, SAMPLES), stick)
+    paths = {name: path_of(jobs[name]) for name in ("beta = 0.03", "default", "beta = 0.3", HACKED)}
+    return out | {"paths": paths}
 
 
-BLUE, ORANGE, PURPLE, GREY = "#3b82f6", "#f97316", "#a855f7", "#8b949e"  # each legible on white and on black
+def path_of(jobs, window=10):
+    """How score, judge and KL move: means over the seeds and over every ten iterations."""
+    logs = [judged_log(job.out) for job in jobs]
+    parts = [
+        [row for log in logs for row in log[i : i + window]] for i in range(0, len(logs[0]), window)
+    ]
+    return {
+        name: [statistics.fmean(row[name] for row in part) for part in parts]
+        for name in ("kl", "score", "judge")
+    }
 
 
-def figure(columns, width, height):
-    """Axes without a background."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    grey = dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GREY)
-    clear = {"figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none", "svg.hashsalt": "minippo"}
-    pyplot.rcParams.update(grey | clear | {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
-    return pyplot.subplots(1, columns, figsize=(width, height), layout="constrained")
+def most_hacked(x, texts, stick):
+    """Three responses that the reward model likes and the judge does not, to different prompts."""
+    gap, best = (x["score"] - x["judge"]).max(1)
+    rows = []
+    for i in gap.argsort(descending=True)[:3].tolist():
+        words = {"prompt": stick.questions[i]}
+        words["response"] = texts[i * SAMPLES + best[i]]
+        rows.append(words | {name: x[name][i, best[i]].item() for name in ("score", "judge", "kl")})
+    return rows
 
 
-def save(drawing, name):
-    drawing.savefig(ROOT / "bench" / f"{name}.svg", metadata={"Date": None})
-
-
-def draw(results):
-    drawing, axes = figure(len(results["curves"]), 15, 2.8)
-    for axis, (name, points) in zip(axes, results["curves"].items()):
-        middle = torch.tensor([point["mean"] for point in points])
-        spread = torch.tensor([(point["se"] or 0.0) * math.sqrt(point["seeds"]) for point in points])  # the standard deviation
-        steps, colour = range(1, 3 * len(points), 3), ORANGE if name == "judge" else BLUE
-        axis.plot(steps, middle, color=colour)
-        axis.fill_between(steps, middle - spread, middle + spread, color=colour, alpha=0.25, linewidth=0)
-        axis.set(title=name.replace("_", " "), xlabel="iteration")
-    save(drawing, "curves")
-
-    def line(axis, points, name, **style):
-        return axis.plot([point["kl"] for point in points], [point[name] for point in points], **style)[0]
-
-    def means(points):
-        return [{key: x["mean"] for key, x in point.items()} for point in points.values()]
-
-    drawing, axes = figure(2, 10, 4)
-    for axis, name in zip(axes, ("score", "judge")):
-        line(axis, means(results["optimum"]), name, color=GREY, label="the best policy, over beta")
-        line(axis, means(results["best_of_n"]), name, color=PURPLE, marker="o", linestyle=":", label="best of 4, 16, 64")
-        for path, colour in (("beta = 0.3", "#22c55e"), ("default", BLUE), ("beta = 0.03", ORANGE)):
-            label = f"PPO, {'beta = 0.1' if path == 'default' else path}"
-            line(axis, results["paths"][path], name, color=colour, marker=".", linewidth=1, label=label)
-        axis.set(xlabel="KL to the reference, nats per response", title=name)
-    axes[0].legend(loc="lower right")
-    save(drawing, "frontier")
-
-    drawing, axis = figure(1, 6, 3.6)
-    for name, colour in (("score", BLUE), ("judge", ORANGE)):
-        line(axis, results["paths"]["default"], name, color=colour, label=f"{name}, beta = 0.1")
-        line(axis, results["paths"][HACKED], name, color=colour, linestyle="--", label=f"{name}, beta = 0 and few pairs")
-    axis.set(xlabel="KL to the reference, nats per response", xscale="symlog")
-    axis.legend(fontsize=8)
-    save(drawing, "hacking")
+def neighbours(workers):
+    names = [name for name in ALGORITHMS if "TRL" not in name or find_spec("trl")]
+    ensemble, hacking = hacking_jobs()
+    if workers:
+        make_models(FEW_SEEDS, workers)
+        run([job for name in names for job in searches(name).values()], workers)
+        run([job for runs in neighbour_jobs().values() for job in runs], workers)
+        run([ensemble], workers)
+        run(list(hacking.values()), workers)
+    flags = {name: best(name) for name in names}
+    rows = {name: measured(job, folder("models", 0), 0) for name, job in hacking.items()}
+    return {
+        "neighbours": rows_of(neighbour_jobs(), flags, "PPO"),
+        "search": {
+            name: {flags: job.objective() for flags, job in searches(name).items()}
+            for name in names
+        },
+        "hacking": [{"name": name, "beta": 0, **row} for name, row in rows.items()],
+    }
 
 
 def main():
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
-    parser.add_argument("--summary", action="store_true", help="train nothing")
-    parser.add_argument("--texts", action="store_true", help="measure nothing")
-    parser.add_argument("--no_ablations", action="store_true", help="only the seeds; the ablations stay as they are")
-    parser.add_argument("--record", metavar="SETTING", help=argparse.SUPPRESS)
-    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--out", help=argparse.SUPPRESS)
-    args, flags = parser.parse_known_args()
-    if args.record:
-        return recorded_ppo(args.record, args.seed, flags)
-    path = ROOT / "bench" / "results.json"
-    if args.texts:
-        return write_texts(json.loads(path.read_text()))
-    prepare(RunConfig(device="cpu"))
-    if not args.summary:
-        run_all(not args.no_ablations)
-    results = json.loads(path.read_text()) | summarise()  # what has not been run again, here or by other programs, stays
-    log = ROOT / "out" / "run.log"  # what `make run` printed, for the README: make run | tee out/run.log
-    results["make_run"] = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
-    results["example"] = subprocess.check_output([sys.executable, "minippo.py"], cwd=ROOT, encoding="utf-8").splitlines()
-    path.write_text(json.dumps(results, indent=1) + "\n")
-    results = json.loads(path.read_text())  # as the test of the README reads it
-    draw(results)
-    write_texts(results)
-
-
-def write_texts(results):
-    for name in TEXTS:
-        document = (ROOT / name).read_text(encoding="utf-8")
-        for marker, lines in tables(results).items():
-            document = splice(document, marker, lines)
-        (ROOT / name).write_text(document, encoding="utf-8")
+    if sys.argv[1:2] == ["judged"]:
+        return judged_ppo(sys.argv[2:])
+    parts = {"seeds": seeds, "settings": settings, "neighbours": neighbours}
+    flags = parser(__doc__)
+    flags.add_argument("parts", nargs="*", metavar="part", help=", ".join(parts))
+    flags.add_argument("--workers", type=int, default=2, help="processes at a time")
+    flags.add_argument("--summary", action="store_true", help="train nothing")
+    args = flags.parse_args()
+    if unknown := set(args.parts) - set(parts):
+        flags.error(f"no part is called {', '.join(unknown)}")
+    prepare(RunConfig(device="cpu", out=RUNS))
+    for name in args.parts or ["seeds", "settings"]:
+        keep(parts[name](0 if args.summary else args.workers))
+    pictures.draw(load())
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

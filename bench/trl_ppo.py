@@ -1,44 +1,75 @@
-"""TRL's own PPO trainer, from the same models, on the same prompts, as a row of the table of bench/neighbours.py.
+"""TRL's PPO trainer, from the same models, on the same prompts, as a row of the table of
+neighbours.
 
-    python -m bench.trl_ppo --models out    after pip install trl==1.12.0, train_sft.py and train_rm.py
+    python -m bench.trl_ppo --models out    after pip install trl==1.12.0 and the first two scripts
 
-TRL calls it experimental. It has a value network of its own, which starts from the reward model: train_ppo.py's --separate_critic.
-The flags are those of variations/outgrow.py, in one process.
+TRL calls it experimental. It has a value network apart, which starts from the reward model, as with
+train_ppo.py's --separate_critic. The flags are those of variations/outgrow.py, in one process.
 """
 
 import json
 
-from plumbing.settings import run_script
+from plumbing.errors import run_script
 from variations import outgrow
 
 
-def train(run, config, stage, own, prompts, tokenizer, processes):
-    """PPO as TRL does it; own and processes are for TRL's GRPO."""
+def train(run, config, stage, flags, prompts, tokenizer, processes):
+    """PPO as TRL does it; flags and processes are for TRL's GRPO."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
     arguments = PPOConfig(
-        per_device_train_batch_size=config.batch_size, num_mini_batches=config.minibatches, num_ppo_epochs=config.epochs,
-        total_episodes=config.steps * config.batch_size, learning_rate=config.lr, warmup_steps=config.warmup,
-        max_grad_norm=config.max_grad_norm, adam_beta2=0.95, adam_epsilon=stage.adam_eps, seed=run.seed,
-        gamma=config.gamma, lam=config.lam, kl_coef=config.kl_coef, cliprange=config.clip_eps, cliprange_value=config.value_clip,
-        vf_coef=config.vf_coef, temperature=config.temperature, response_length=config.max_new_tokens, stop_token="eos",
-        missing_eos_penalty=config.missing_eos_penalty, local_rollout_forward_batch_size=config.batch_size,
-        num_sample_generations=0, logging_steps=1, save_strategy="no", report_to="none", bf16=False,
-        gradient_checkpointing=False, use_cpu=run.device == "cpu", output_dir=str(run.out),
-    )  # fmt: skip
+        per_device_train_batch_size=stage.batch_size,
+        num_mini_batches=config.minibatches,
+        num_ppo_epochs=config.epochs,
+        total_episodes=stage.steps * stage.batch_size,
+        learning_rate=stage.lr,
+        warmup_steps=stage.warmup,
+        max_grad_norm=config.max_grad_norm,
+        adam_beta2=0.95,
+        adam_epsilon=stage.adam_eps,
+        seed=run.seed,
+        gamma=config.gamma,
+        lam=config.lam,
+        kl_coef=config.kl_coef,
+        cliprange=config.clip_eps,
+        cliprange_value=config.value_clip,
+        vf_coef=config.vf_coef,
+        temperature=config.temperature,
+        response_length=config.max_new_tokens,
+        stop_token="eos",
+        missing_eos_penalty=config.missing_eos_penalty,
+        local_rollout_forward_batch_size=stage.batch_size,
+        num_sample_generations=0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        bf16=False,
+        gradient_checkpointing=False,
+        use_cpu=run.device == "cpu",
+        output_dir=str(run.out),
+    )
     padder = AutoTokenizer.from_pretrained(run.out / "rm", padding_side="left")
     policy, ref = (AutoModelForCausalLM.from_pretrained(run.out / "sft") for _ in range(2))
-    reward_model, critic = (AutoModelForSequenceClassification.from_pretrained(run.out / "rm") for _ in range(2))
+    reward_model, critic = (
+        AutoModelForSequenceClassification.from_pretrained(run.out / "rm") for _ in range(2)
+    )
     rows = Dataset.from_dict({"input_ids": prompts})
-    trainer = PPOTrainer(arguments, padder, policy, ref, reward_model, rows, critic, eval_dataset=rows)
+    trainer = PPOTrainer(
+        arguments, padder, policy, ref, reward_model, rows, critic, eval_dataset=rows
+    )
     trainer.train()
     trainer.save_model(run.out / "policy")
-    AutoTokenizer.from_pretrained(run.out / "sft").save_pretrained(run.out / "policy")  # without the token for padding
+    tokenizer = AutoTokenizer.from_pretrained(run.out / "sft")  # without the token for padding
+    tokenizer.save_pretrained(run.out / "policy")
     with open(run.out / "ppo.jsonl", "w") as file:
         for row in trainer.state.log_history:
-            numbers = {"score": row["objective/scores"], "kl": row["objective/kl"], "seconds": row["episode"] / row["eps"]}
+            numbers = {
+                "score": row["objective/scores"],
+                "kl": row["objective/kl"],
+                "seconds": row["episode"] / row["eps"],
+            }
             print(json.dumps(numbers), file=file)
 
 
