@@ -14,7 +14,14 @@ import torch
 from catalogue import MUTANTS
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [*(path.name for path in ROOT.glob("*.py")), "pyproject.toml", "plumbing", "variations", "bench", "tests"]
+SOURCES = [
+    *(path.name for path in ROOT.glob("*.py")),
+    "pyproject.toml",
+    "plumbing",
+    "variations",
+    "bench",
+    "tests",
+]
 os.environ["OMP_NUM_THREADS"] = "1"
 
 
@@ -24,7 +31,8 @@ def mutate(mutant, folder):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, folder / name)
     (folder / "data").mkdir()
-    shutil.copy(ROOT / "data" / "zoo.py", folder / "data")
+    for path in (ROOT / "data").glob("*.py"):
+        shutil.copy(path, folder / "data")
     source = (folder / mutant.file).read_text(encoding="utf-8")
     for right, wrong in mutant.changes:
         assert source.count(right) == 1, f"{right!r} should occur once in {mutant.file}"
@@ -41,8 +49,19 @@ def run_in_fork(folder, test, log):
         os.dup2(file, 2)
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
         os.chdir(folder)
-        sys.path[:] = [str(folder), *(path for path in sys.path if not path.startswith(str(ROOT / "tests")) and path != str(ROOT))]
-        os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-c", "pyproject.toml", f"tests/{test}"]))
+        sys.path[:] = [
+            str(folder),
+            *(
+                path
+                for path in sys.path
+                if not path.startswith(str(ROOT / "tests")) and path != str(ROOT)
+            ),
+        ]
+        os._exit(
+            pytest.main(
+                ["-x", "-q", "-p", "no:cacheprovider", "-c", "pyproject.toml", f"tests/{test}"]
+            )
+        )
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
@@ -53,8 +72,13 @@ def test_the_bug_is_caught(mutant, tmp_path, capsys):
     status = run_in_fork(tmp_path, mutant.killer, tmp_path / "log.txt")
     log = (tmp_path / "log.txt").read_text(errors="replace")
     with capsys.disabled():
-        print(f"\n{mutant.name}\n    seen    {mutant.where}\n    effect  {mutant.effect}\n    killed  {mutant.killer}", end=" ")
-    assert status == 1, f"{mutant.killer} ended with {status} where 1, a failed test, was due:\n{log[-3000:]}"
+        print(
+            f"\n{mutant.name}\n    seen    {mutant.where}\n    effect  {mutant.effect}\n    killed  {mutant.killer}",
+            end=" ",
+        )
+    assert status == 1, (
+        f"{mutant.killer} ended with {status} where 1, a failed test, was due:\n{log[-3000:]}"
+    )
 
 
 def test_every_mutant_has_a_name_of_its_own_and_there_are_enough():
