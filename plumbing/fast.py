@@ -84,9 +84,12 @@ class Hidden:
             self.mask, self.states = index, read_states(self.trunk, self.tokens, index)
         return self.states
 
+    @functools.cached_property
+    def every(self):
+        return torch.ones_like(self.tokens, dtype=torch.bool)
+
     def whole(self):
-        every = torch.ones_like(self.tokens, dtype=torch.bool)
-        return self[every].view(*self.tokens.shape, -1)
+        return self[self.every].view(*self.tokens.shape, -1)
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):

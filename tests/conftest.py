@@ -1,14 +1,15 @@
 import pytest
 import torch
 
-# The tensors of the tests are tiny: more threads would only wait for each other. And the order of sums, so the last bit of
-# a result, depends on their number; runs that are compared with each other must have the same.
+# The tensors of the tests are tiny: more threads would only wait for each other. And the order of
+# sums, so the last bit of a result, depends on their number.
 torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def as_written():
-    """Every test begins with the same random numbers, and with the networks computed as minippo.py has it."""
+    """Every test begins with the same random numbers, and computes the networks as minippo.py has
+    it."""
     from plumbing import fast
 
     torch.manual_seed(0)

@@ -1,21 +1,22 @@
 """The specification of minippo.py, in its order. Run: python -m pytest tests/test_minippo.py
 
-Tensors are literal and float64 wherever a result can be computed by hand; `nan` stands in for whatever must not matter.
+What holds for every batch is said of random batches (tiny.random_batch), what can be computed by
+hand of literal ones. All numbers are float64; `nan` stands for what must not matter.
 """
 
 import ast
-import inspect
+import builtins
 import itertools
 import math
+import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import minippo
 from minippo import (
@@ -24,8 +25,10 @@ from minippo import (
     PPOConfig,
     RewardModel,
     adapt_kl_coef,
-    check_mask,
+    average,
+    credit,
     describe,
+    draw,
     evaluate_actions,
     explained_variance,
     frozen_copy,
@@ -36,102 +39,98 @@ from minippo import (
     kl_adjusted_rewards,
     kl_per_response,
     masked_mean,
-    merge,
     policy_loss,
     ppo_iteration,
+    ppo_loss,
     ppo_update,
     response_mask,
     reward_model_loss,
     rollout,
     row_lengths,
     score_responses,
+    trace,
     value_loss,
     whiten,
 )
-from plumbing.training import adamw, add_critic
-from tiny import EOS, assert_equal, biased, f64, inf, marks, nan, noise, stir, tiny_gpt, tiny_reward_model, weights
+from tiny import (
+    EOS,
+    all_responses,
+    assert_equal,
+    biased,
+    f64,
+    gradients,
+    inf,
+    marks,
+    nan,
+    noise,
+    padded_otherwise,
+    random_batch,
+    stir,
+    tiny_gpt,
+    tiny_reward_model,
+    weights,
+)
 
-SOURCE = Path(minippo.__file__).read_text(encoding="utf-8")
-TREE = ast.parse(SOURCE)
+TREE = ast.parse(Path(minippo.__file__).read_text(encoding="utf-8"))
+for_random_batches = pytest.mark.parametrize("seed", range(20))
 
 
 # The drawing at the top of the file
 
 
 def drawing():
-    """The table of the header -> {row: its columns}; the rows below "lam = 0" that have come before end in "(lam 0)"."""
+    """The table of the header -> {row: its columns}; below "lam = 0", rows that have come before
+    are called "advantage, lam 0" and so on."""
     rows = {}
     for line in minippo.__doc__.split("    index t  ")[1].splitlines()[1:]:
         if line.startswith("    "):
             name, cells = re.match(r" +((?:log )?\w+) +(.*)", line).groups()
-            cells = [float(x) if re.fullmatch(r"-?[\d.]*\d", x) else x for x in cells.split()]
-            rows[f"{name} (lam 0)" if name in rows else name] = cells
+            cells = [float(x) if re.fullmatch(r"-?\d+\.\d+", x) else x for x in cells.split()]
+            rows[f"{name}, lam 0" if name in rows else name] = cells
     return rows
 
 
-def test_the_numbers_in_the_drawing_are_what_the_functions_give():
+def drawn_batch():
+    """The response of the drawing as a rollout."""
     rows = drawing()
-    row = {name: f64([[0, *cells[1:4], 0]]) for name, cells in rows.items() if isinstance(cells[1], float)}
-    assert all(rows[name][0] == rows[name][4] == "." for name in row)  # outside of the mask
-    assert rows["mask"][:5] == [".", "x", "x", "x", "."] and rows["action"][:5] == rows["tokens"][1:6]
-    assert len(rows) == 15 and len(row) == 12
+    names = {"old_logprobs": "log pi", "ref_logprobs": "log ref", "old_values": "value"}
+    batch = {name: f64([[0, *rows[row][1:4], 0]]) for name, row in names.items()}
     mask = response_mask(torch.tensor([2]), torch.tensor([5]), 6)
-    assert_equal(mask, marks(".xxx."))
+    return batch | {"tokens": torch.arange(6)[None], "mask": mask, "scores": f64([1.40])}
 
-    def shown(x):  # as the drawing rounds
-        return torch.round(x, decimals=2)
 
-    assert_equal(row["KL"], shown(row["log pi"] - row["log ref"]))
-    rewards = kl_adjusted_rewards(f64([1.40]), row["log pi"], row["log ref"], mask, 0.1)
-    assert_equal(row["reward"], shown(rewards))
-    for lam, which in ((1.0, ""), (0.0, " (lam 0)")):
-        advantages, returns = gae(rewards, row["value"], mask, 1.0, lam)
-        for name, x in {"advantage": advantages, "return": returns, "whitened": whiten(advantages, mask)}.items():
-            assert_equal(row[name + which], shown(x), 1e-9)
-    assert_equal(row["delta"], row["advantage (lam 0)"])
+def test_the_numbers_in_the_drawing_are_what_the_functions_give():
+    rows, batch = drawing(), drawn_batch()
+    assert_equal(batch["mask"], marks(".xxx."))
     assert "score of 1.40 and beta 0.1" in minippo.__doc__
+    computed = {"log pi": batch["old_logprobs"], "log ref": batch["ref_logprobs"]}
+    computed |= {"KL": batch["old_logprobs"] - batch["ref_logprobs"], "value": batch["old_values"]}
+    for lam, label in ((1.0, ""), (0.0, ", lam 0")):
+        x = credit(batch, PPOConfig(lam=lam), 0.1)
+        computed |= {"reward": x["rewards"], "return" + label: x["returns"]}
+        computed |= {"advantage" + label: x["advantages"], "whitened" + label: x["whitened"]}
+    computed["delta"] = computed["advantage, lam 0"]
+    assert rows.keys() == computed.keys() | {"tokens", "action", "mask"}
+    for name, x in computed.items():
+        first, *cells, last = rows[name][:5]
+        assert (first, last) == (".", ".") and cells == [round(v, 2) for v in x[0, 1:4].tolist()]
+    assert rows["mask"][:5] == [*".xxx."] and rows["action"][:5] == rows["tokens"][1:6]
 
 
 # 1. The networks
 
 
-def test_changing_a_token_changes_no_output_before_it():
-    policy, tokens = tiny_gpt(), torch.tensor([[3, 1, 4, 1, 5, 9]])
-    logits, values = policy(tokens)
-    assert logits.shape == (1, 6, EOS + 1) and values.shape == (1, 6)
-    for t in range(6):
-        changed = tokens.clone()
-        changed[0, t] = 2
-        new_logits, new_values = policy(changed)
-        assert_equal(new_logits[:, :t], logits[:, :t])
-        assert_equal(new_values[:, :t], values[:, :t])
-        assert ((new_logits - logits)[0, t:].abs().amax(-1) > 1e-6).all() and ((new_values - values)[0, t:].abs() > 1e-6).all()
+def test_the_defaults_are_those_that_were_measured():
+    assert GPTConfig() == GPTConfig(1024, 128, 4, 4, 96, 0.0, False)
+    first = {"max_new_tokens": 48, "temperature": 1.0, "length_penalty": 0.0}
+    second = {"missing_eos_penalty": 1.0, "kl_coef": 0.1, "gamma": 1.0, "lam": 1.0, "whiten": True}
+    third = {"epochs": 1, "minibatches": 4, "max_grad_norm": 1.0, "clip_eps": 0.2}
+    fourth = {"value_clip": 0.2, "vf_coef": 0.1, "entropy_coef": 0.0, "kl_loss_coef": 0.0}
+    assert asdict(PPOConfig()) == first | second | third | fourth
 
 
-@pytest.mark.parametrize("filler", [0, 7, EOS])
-def test_padding_and_neighbours_change_nothing_of_a_row(filler):
-    policy, scorer = tiny_gpt(), tiny_reward_model()
-    alone = torch.tensor([[3, 1, 4]])
-    batch = torch.tensor([[5, 5, 5, 5, 5], [3, 1, 4, filler, filler], [0, 0, filler, filler, filler]])
-    assert_equal(policy(batch)[0][1, :3], policy(alone)[0][0])
-    assert_equal(policy(batch)[1][1, :3], policy(alone)[1][0])
-    lengths = torch.tensor([5, 3, 2])
-    assert_equal(scorer(batch, lengths)[1], scorer(alone, lengths[1:2])[0], 1e-6)
-
-
-def test_the_vocabulary_head_is_the_token_embedding():
-    for policy in (tiny_gpt(), frozen_copy(tiny_gpt())):
-        assert policy.lm_head.weight is policy.trunk.token_embedding.weight
-
-
-def test_values_start_at_zero():
-    policy = GPT(GPTConfig(EOS + 1, 8, 1, heads=2, channels=8))
-    assert not policy(torch.tensor([[1, 2, 3]]))[1].any()
-
-
-def test_positions_matter():
-    logits, _ = tiny_gpt()(torch.tensor([[3, 3, 3]]))
-    assert (logits[0, 0] - logits[0, 1]).abs().max() > 1e-3
+def test_the_end_token_is_the_last_of_the_vocabulary():
+    assert GPTConfig(vocab_size=300).eos == 299 and replace(GPTConfig(300), vocab_size=7).eos == 6
 
 
 def test_channels_that_the_heads_cannot_share_are_refused():
@@ -139,38 +138,102 @@ def test_channels_that_the_heads_cannot_share_are_refused():
         GPTConfig(channels=10, heads=3)
 
 
-def test_the_end_token_is_the_last_of_the_vocabulary():
-    assert GPTConfig(vocab_size=300).eos == 299 and replace(GPTConfig(300), vocab_size=7).eos == 6
+def by_formula(policy, tokens):
+    """A row (T,) -> logits (T, V), values (T,), by the formulas of GPT-2."""
+
+    def norm(x, layer):
+        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
+        return x * layer.weight + layer.bias
+
+    def linear(x, layer):
+        return x @ layer.weight.T + layer.bias
+
+    def run(trunk):
+        x = trunk.token_embedding.weight[tokens] + trunk.position_embedding.weight[: len(tokens)]
+        future = torch.ones(len(tokens), len(tokens)).triu(1).bool()
+        for block in trunk.blocks:
+            qkv = linear(norm(x, block.norm1), block.attention.qkv)  # (T, 3 x 8)
+            heads = []
+            for i in (0, 4):  # two heads of four channels
+                q, k, v = (qkv[:, 8 * part + i :][:, :4] for part in range(3))
+                heads.append((q @ k.T / 2).masked_fill(future, -inf).softmax(-1) @ v)
+            x = x + linear(torch.cat(heads, -1), block.attention.out)
+            y = linear(norm(x, block.norm2), block.mlp[0])
+            y = 0.5 * y * (1 + ((2 / math.pi) ** 0.5 * (y + 0.044715 * y**3)).tanh())
+            x = x + linear(y, block.mlp[2])
+        return norm(x, trunk.norm)
+
+    hidden, critic = run(policy.trunk), policy.critic or policy.trunk
+    values = linear(run(critic), policy.value_head).squeeze(-1)
+    return hidden @ policy.trunk.token_embedding.weight.T, values
 
 
-def test_weights_start_at_gpt_2s_spread_and_less_where_branches_add_up():
+@pytest.mark.parametrize("separate_critic", [False, True])
+def test_the_network_is_a_gpt_2_with_a_value_head(separate_critic):
+    policy = tiny_gpt(separate_critic=separate_critic)
+    tokens = torch.randint(EOS + 1, (3, 7))
+    logits, values = policy(tokens)
+    for i in range(3):
+        expected = by_formula(policy, tokens[i])
+        assert_equal(logits[i], expected[0])
+        assert_equal(values[i], expected[1])
+    for model in (policy, frozen_copy(policy)):
+        assert model.lm_head.weight is model.trunk.token_embedding.weight
+
+
+def test_changing_a_token_changes_no_output_before_it():
+    policy, tokens = tiny_gpt(), torch.tensor([[3, 1, 4, 1, 5, 9]])
+    logits, values = policy(tokens)
+    for t in range(6):
+        changed = tokens.clone()
+        changed[0, t] = 2
+        other_logits, other_values = policy(changed)
+        assert_equal(other_logits[:, :t], logits[:, :t])
+        assert_equal(other_values[:, :t], values[:, :t])
+        assert ((other_logits - logits)[0, t:].abs().amax(-1) > 1e-6).all()
+        assert ((other_values - values)[0, t:].abs() > 1e-6).all()
+
+
+def test_values_start_at_zero():
+    assert not GPT(GPTConfig(11, 8, 1, heads=2, channels=8))(torch.tensor([[1, 2]]))[1].any()
+
+
+def test_weights_start_at_gpt_2s_spread_and_smaller_where_branches_add_up():
     trunk = GPT(GPTConfig(400, 64, layers=8, heads=4, channels=192)).trunk
     for name, parameter in trunk.named_parameters():
         if parameter.dim() == 2:
             adds_up = name.endswith(("out.weight", "mlp.2.weight"))
-            expected = 0.02 * 2 / (4 if adds_up else 1)  # sqrt(768 / 192) and sqrt(2 x 8)
-            assert parameter.std().item() == pytest.approx(expected, rel=0.1) and abs(parameter.mean()) < 0.1 * expected, name
-        elif name.endswith("bias"):
-            assert not parameter.any(), name
+            std = 0.02 * 2 / (4 if adds_up else 1)  # sqrt(768 / 192) and sqrt(2 x 8)
+            assert parameter.std().item() == pytest.approx(std, rel=0.1), name
+            assert abs(parameter.mean()) < 0.1 * std, name
         else:
-            assert (parameter == 1).all(), name  # norms
+            assert (parameter == ("norm" in name and name.endswith("weight"))).all(), name
+    config = GPTConfig(11, 8, 1, heads=2, channels=1024)
+    head = RewardModel(config).score_head
+    assert head.weight.std().item() == pytest.approx(1025**-0.5, rel=0.1) and not head.bias.any()
 
 
-def test_dropout_drops_in_training_only_and_zero_dropout_never():
-    tokens = torch.tensor([[3, 1, 4, 1]])
-    for dropout in (0.0, 0.5):
-        policy = tiny_gpt(dropout=dropout)
-        still = policy(tokens)[0]
-        assert torch.equal(policy(tokens)[0], still)
-        assert torch.equal(policy.train()(tokens)[0], still) == (dropout == 0)
+@pytest.mark.parametrize("where", ["embeddings", "attention", "out", "mlp.2"])
+def test_each_of_four_dropouts_drops_in_training_only(where):
+    policy, tokens = tiny_gpt(layers=1, dropout=0.5), torch.randint(EOS, (5, 9))
+    (block,) = policy.trunk.blocks
+    for name, layer in {"out": block.attention.out, "mlp.2": block.mlp[2]}.items():
+        if name != where:  # dropout acts on zeros
+            layer.weight.data.zero_(), layer.bias.data.zero_()
+    policy.trunk.dropout.p *= where == "embeddings"
+    block.attention.dropout *= where == "attention"
+    if where == "attention":
+        stir(block.attention.out), setattr(block.dropout, "p", 0.0)
+    still = policy(tokens)[0]
+    assert torch.equal(policy(tokens)[0], still)
+    assert not torch.equal(policy.train()(tokens)[0], still)
 
 
 def test_a_reward_model_starts_with_a_copy_of_the_policy_and_shares_nothing():
     policy = tiny_gpt()
     model = RewardModel(policy).double()
     before = weights(policy)
-    for name, parameter in model.trunk.named_parameters():
-        assert_equal(parameter, policy.trunk.get_parameter(name))
+    assert_equal(weights(model.trunk), weights(policy.trunk))
     stir(model)
     assert_equal(weights(policy), before)
 
@@ -179,7 +242,8 @@ def test_a_reward_model_starts_with_a_copy_of_the_policy_and_shares_nothing():
 def test_a_score_is_read_at_the_last_token_and_sees_all_before_it(length):
     model, tokens = tiny_reward_model(), torch.tensor([[3, 1, 4, 1]])
     score = model(tokens, torch.tensor([length]))
-    assert score.shape == (1,)
+    last = model.trunk(tokens)[0, length - 1]
+    assert_equal(score, last @ model.score_head.weight.T + model.score_head.bias)
     for t in range(4):
         changed = tokens.clone()
         changed[0, t] = 2
@@ -188,27 +252,39 @@ def test_a_score_is_read_at_the_last_token_and_sees_all_before_it(length):
 
 
 def test_a_score_is_shifted_and_scaled_by_mean_and_std():
-    model, tokens, lengths = tiny_reward_model(), torch.tensor([[3, 1, 4], [2, 7, 0]]), torch.tensor([3, 2])
+    model, tokens = tiny_reward_model(), torch.tensor([[3, 1, 4], [2, 7, 0]])
+    lengths = torch.tensor([3, 2])
     scores = model(tokens, lengths)
     model.mean.fill_(0.25), model.std.fill_(2.0)
-    assert_equal(model(tokens, lengths), (scores - 0.25) / 2, 1e-6)
+    assert_equal(model(tokens, lengths), (scores - 0.25) / 2)
     assert {"mean", "std"} <= model.state_dict().keys()
 
 
-def test_a_new_score_head_has_standard_deviation_1_over_sqrt_channels_plus_1():
-    head = RewardModel(GPTConfig(EOS + 1, 8, 1, heads=2, channels=1024)).score_head
-    assert head.weight.std().item() == pytest.approx((1024 + 1) ** -0.5, rel=0.1) and not head.bias.any()
-
-
 # 2. Log-probabilities and masks
+
+
+def test_the_mask_marks_the_actions_from_the_first_response_token_to_the_end_token():
+    # The drawing at the top of minippo.py: a prompt of two tokens, a response of three, one pad.
+    assert_equal(response_mask(torch.tensor([2]), torch.tensor([5]), 6), marks(".xxx."))
+    # A prompt of one token and no padding; a response of one token; none at all.
+    prompt_lengths, lengths = torch.tensor([1, 2, 3]), torch.tensor([4, 3, 3])
+    assert_equal(response_mask(prompt_lengths, lengths, 4), marks("xxx", ".x.", "..."))
 
 
 def test_a_row_is_as_long_as_its_last_action_says():
     assert row_lengths(marks("..xx.", "x....", "....x", "xxxxx")).tolist() == [5, 2, 6, 6]
 
 
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 3, 4), (0,)])
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
+def test_the_masked_mean_sees_the_mask_only():
+    x = f64([[1, nan, 5], [inf, 3, nan]]).requires_grad_()
+    mean = masked_mean(x, marks("x.x", ".x."))
+    mean.backward()
+    assert mean.item() == 3.0
+    assert_equal(x.grad, f64([[1, 0, 1], [0, 1, 0]]) / 3)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4), (0,)])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_gathered_logprobs_are_the_log_softmax_at_the_targets(shape, temperature):
     logits, targets = noise(*shape, 5), torch.randint(5, shape)
     expected = (logits / temperature).log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
@@ -217,193 +293,143 @@ def test_gathered_logprobs_are_the_log_softmax_at_the_targets(shape, temperature
         assert_equal(gather_logprobs(logits, targets), expected)
 
 
-def test_logprobs_by_hand():
-    logits = torch.log(f64([[1, 3], [9, 1]]))
-    assert_equal(gather_logprobs(logits, torch.tensor([1, 0])).exp(), f64([0.75, 0.9]))
-    assert_equal(gather_logprobs(logits, torch.tensor([1, 0]), temperature=0.5).exp(), f64([9 / 10, 81 / 82]))
-
-
-WITH_A_MASK = {
-    "masked_mean": lambda x, mask: masked_mean(x, mask),
-    "whiten": lambda x, mask: whiten(x, mask),
-    "kl_per_response": lambda x, mask: kl_per_response(x, noise(2, 3), mask),
-    "kl_per_response, ref": lambda x, mask: kl_per_response(noise(2, 3), x, mask),
-    "kl_adjusted_rewards": lambda x, mask: kl_adjusted_rewards(noise(2), x, noise(2, 3), mask, 0.1),
-    "kl_adjusted_rewards, ref": lambda x, mask: kl_adjusted_rewards(noise(2), noise(2, 3), x, mask, 0.1),
-    "gae": lambda x, mask: gae(x, noise(2, 3), mask, 1.0, 1.0),
-    "gae, values": lambda x, mask: gae(noise(2, 3), x, mask, 1.0, 1.0),
-    "policy_loss": lambda x, mask: policy_loss(x, noise(2, 3), noise(2, 3), mask, 0.2),
-    "policy_loss, old": lambda x, mask: policy_loss(noise(2, 3), x, noise(2, 3), mask, 0.2),
-    "policy_loss, advantages": lambda x, mask: policy_loss(noise(2, 3), noise(2, 3), x, mask, 0.2),
-    "value_loss": lambda x, mask: value_loss(x, noise(2, 3), noise(2, 3), mask, 0.2),
-    "value_loss, old": lambda x, mask: value_loss(noise(2, 3), x, noise(2, 3), mask, 0.2),
-    "value_loss, returns": lambda x, mask: value_loss(noise(2, 3), noise(2, 3), x, mask, 0.2),
-    "explained_variance": lambda x, mask: explained_variance(x, noise(2, 3), mask),
-    "explained_variance, returns": lambda x, mask: explained_variance(noise(2, 3), x, mask),
+MASKED = {  # functions of tensors (B, T-1), and what they are called with besides
+    "masked_mean": (1, lambda x, mask: masked_mean(x, mask)),
+    "whiten": (1, lambda x, mask: whiten(x, mask)),
+    "kl_per_response": (2, lambda x, y, mask: kl_per_response(x, y, mask)),
+    "kl_adjusted_rewards": (2, lambda *x: kl_adjusted_rewards(noise(2), *x, 0.1)),
+    "evaluate_actions": (
+        0,
+        lambda mask: evaluate_actions(tiny_gpt(), torch.ones(2, 4).long(), mask),
+    ),
+    "gae": (2, lambda *x: gae(*x, 1.0, 1.0)),
+    "policy_loss": (3, lambda *x: policy_loss(*x, 0.2)),
+    "value_loss": (3, lambda *x: value_loss(*x, 0.2)),
+    "explained_variance": (2, lambda x, y, mask: explained_variance(x, y, mask)),
 }
 
 
-@pytest.mark.parametrize("name", WITH_A_MASK)
+@pytest.mark.parametrize("name", MASKED)
 def test_a_mask_that_is_not_boolean_and_shapes_that_do_not_fit_are_refused(name):
-    function, mask = WITH_A_MASK[name], marks(".xx", "x..")
-    function(noise(2, 3), mask)
-    for wrong in (mask.long(), mask.double(), mask[:1], mask[:, :1], mask[0]):
-        with pytest.raises(ValueError, match="boolean mask"):
-            function(noise(2, 3), wrong)
-    for wrong in (noise(2, 1), noise(1, 3), noise(3), noise(2, 4), noise(1, 2, 3)):
-        with pytest.raises(ValueError, match="equal shapes"):
-            function(wrong, mask)
+    (count, function), mask = MASKED[name], marks(".xx", "x..")
+    tensors = [noise(2, 3) for _ in range(count)]
+    function(*tensors, mask)
+    for wrong in (mask.long(), mask[:1], mask[:, :1], mask[0]):
+        with pytest.raises(ValueError, match="wanted a boolean mask and equal shapes, got torch."):
+            function(*tensors, wrong)
+    for i, shape in itertools.product(range(count), [(2, 1), (1, 3), (3,), (2, 4)]):
+        with pytest.raises(ValueError, match=r"bool and \[\(2, 3\), .*\]"):
+            function(*tensors[:i], noise(*shape), *tensors[i + 1 :], mask)
 
 
-def test_what_the_refusal_of_a_mask_says():
-    with pytest.raises(ValueError, match=r"got torch.int64 and \[\(1, 2\), \(1, 3\)\]"):
-        check_mask(torch.tensor([[0, 1]]), noise(1, 3))
-    check_mask(marks("x."))
-
-
-@pytest.mark.parametrize("scores", [(2, 1), (1, 2), (3,), ()], ids=str)
-def test_scores_that_are_not_one_number_a_row_are_refused(scores):
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (3,), (1,)], ids=str)
+def test_scores_that_are_not_one_number_a_row_are_refused(shape):
     with pytest.raises(ValueError, match="equal shapes"):
-        kl_adjusted_rewards(torch.zeros(scores), noise(2, 3), noise(2, 3), marks(".xx", "x.."), 0.1)
-
-
-@pytest.mark.parametrize("shape", [(2, 1), (1,), (3,)], ids=str)
-def test_chosen_and_rejected_scores_of_different_shapes_are_refused(shape):
+        kl_adjusted_rewards(noise(*shape), noise(2, 3), noise(2, 3), marks(".xx", "x.."), 0.1)
     with pytest.raises(ValueError, match="differ"):
         reward_model_loss(noise(2), noise(*shape))
 
 
-def test_actions_are_evaluated_with_a_boolean_mask_of_the_right_width_only():
-    policy, tokens, mask = tiny_gpt(), torch.randint(EOS, (2, 4)), marks(".xx", "x..")
-    for wrong in (mask.long(), mask[:, :2], F.pad(mask, (0, 1)), mask[:1]):
-        with pytest.raises(ValueError, match="boolean mask"):
-            evaluate_actions(policy, tokens, wrong)
-
-
-def test_index_t_of_every_result_is_the_choice_of_token_t_plus_1_in_the_state_of_having_read_tokens_0_to_t():
-    # The drawing at the top of minippo.py. Index 1 is the first response token, index 3 the end token.
-    policy, tokens, mask = tiny_gpt(), torch.tensor([[3, 1, 4, 5, EOS, 0]]), marks(".xxx.")
+def test_index_t_is_the_choice_of_token_t_plus_1_in_the_state_of_having_read_tokens_0_to_t():
+    # The drawing at the top of minippo.py: index 1 is the first response token, 3 the end token.
+    policy, tokens = tiny_gpt(), torch.tensor([[3, 1, 4, 5, EOS, 0]])
     with torch.no_grad():
-        logprobs, values, entropy = evaluate_actions(policy, tokens, mask)
+        logprobs, values, entropy = evaluate_actions(policy, tokens, marks(".xxx."))
         logits, all_values = policy(tokens)
     p = logits[0].softmax(-1)
-    expected = [0, p[1, 4].log(), p[2, 5].log(), p[3, EOS].log(), 0]
-    assert_equal(logprobs.double(), f64([expected]), 1e-6)
-    assert_equal(values.double(), f64([[0, *all_values[0, 1:4], 0]]), 1e-6)
-    assert_equal(entropy.double(), f64([[0, *(-(p * p.log()).sum(-1))[1:4], 0]]), 1e-6)
+    assert_equal(logprobs, f64([[0, p[1, 4].log(), p[2, 5].log(), p[3, EOS].log(), 0]]))
+    assert_equal(values, f64([[0, *all_values[0, 1:4], 0]]))
+    assert_equal(entropy, f64([[0, *(-(p * p.log()).sum(-1))[1:4], 0]]))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_scored_distribution_is_the_softmax_of_the_logits_over_the_temperature(temperature):
     policy, tokens = tiny_gpt(), torch.randint(EOS + 1, (4, 9))
-    logprobs, _, entropy = evaluate_actions(policy, tokens, torch.ones(4, 8, dtype=torch.bool), temperature)
-    all_logprobs = (policy(tokens)[0][:, :-1] / temperature).log_softmax(-1)
-    assert_equal(logprobs.double(), all_logprobs.gather(-1, tokens[:, 1:, None]).squeeze(-1), 1e-10)
-    assert_equal(entropy.double(), -(all_logprobs.exp() * all_logprobs).sum(-1), 1e-10)
+    mask = torch.ones(4, 8, dtype=torch.bool)
+    logprobs, values, entropy = evaluate_actions(policy, tokens, mask, temperature)
+    expected = (policy(tokens)[0][:, :-1] / temperature).log_softmax(-1)
+    assert_equal(logprobs, expected.gather(-1, tokens[:, 1:, None]).squeeze(-1))
+    assert_equal(entropy, -(expected.exp() * expected).sum(-1))
+    without = evaluate_actions(policy, tokens, mask, temperature, with_entropy=False)
+    assert torch.equal(without[0], logprobs) and torch.equal(without[1], values)
+    assert not without[2].any()
 
 
-def test_the_entropy_is_0_where_it_is_not_asked_for_and_the_rest_stays():
-    policy, tokens, mask = tiny_gpt(), torch.randint(EOS + 1, (2, 7)), marks("..xx..", ".xxx..")
-    full, less = (evaluate_actions(policy, tokens, mask, 0.7, with_entropy=wish) for wish in (True, False))
-    assert_equal(full[0], less[0])
-    assert_equal(full[1], less[1])
-    assert full[2][mask].min() > 0 and not less[2].any()
+def numbers_of_rows(policy, ref, batch):
+    """All that an iteration computes about each row before it averages: {name: (B,) or (B, T-1)}"""
+    tokens, mask, scores = batch["tokens"], batch["mask"], batch["scores"]
+    logprobs, values, entropy = evaluate_actions(policy, tokens, mask)
+    ref_logprobs, _, _ = evaluate_actions(ref, tokens, mask)
+    rewards = kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, 0.2)
+    advantages, returns = gae(rewards, batch["old_values"], mask, 0.9, 0.8)
+    k1, k3 = kl_per_response(logprobs, batch["ref_logprobs"], mask)
+    scored, ended = score_responses(lambda *_: scores, tokens, mask, PPOConfig(), EOS)
+    x = {"logprobs": logprobs, "values": values, "entropy": entropy, "rewards": rewards}
+    x |= {"advantages": advantages, "returns": returns, "k1": k1, "k3": k3}
+    return {name: y.detach() for name, y in (x | {"scores": scored, "ended": ended}).items()}
 
 
-def test_what_lies_outside_the_mask_changes_neither_results_nor_gradients():
-    policy, mask = tiny_gpt(), marks("..xx..", ".xxx..")
-    tokens, other = torch.randint(EOS + 1, (2, 2, 7)).unbind(0)
-    other[0, :5], other[1, :5] = tokens[0, :5], tokens[1, :5]  # what is read or written by an action of the mask stays
-    results = []
-    for x in (tokens, other):
-        policy.zero_grad()
-        parts = evaluate_actions(policy, x, mask)
-        assert not any(part[~mask].any() for part in parts)
-        sum(part.sum() for part in parts).backward()
-        results.append([*parts, *(p.grad.clone() for p in policy.parameters())])
-    for a, b in zip(*results, strict=True):
-        assert_equal(a, b, 1e-6)
+@for_random_batches
+def test_padding_neighbours_and_order_change_no_number_of_a_row(seed):
+    policy, ref, batch = tiny_gpt(), tiny_gpt(), random_batch(seed)
+    width, B = batch["mask"].shape[1], len(batch["scores"])
+    x = numbers_of_rows(policy, ref, batch)
+    for columns, token, number in ((0, 7, nan), (3, EOS, inf)):
+        padded = padded_otherwise(batch, columns, token, number)
+        for name, y in numbers_of_rows(policy, ref, padded).items():
+            assert_equal(y[:, :width] if y.dim() == 2 else y, x[name])
+            assert y.dim() == 1 or not y[:, width:].any()
+    order = torch.randperm(B)
+    shuffled = {name: y[order] for name, y in batch.items()}
+    for name, y in numbers_of_rows(policy, ref, shuffled).items():
+        assert_equal(y, x[name][order])
+    for i, length in enumerate(row_lengths(batch["mask"]).tolist()):
+        alone = {name: y[i : i + 1, : length - 1] for name, y in batch.items() if y.dim() == 2}
+        alone |= {"tokens": batch["tokens"][i : i + 1, :length], "scores": batch["scores"][[i]]}
+        for name, y in numbers_of_rows(policy, ref, alone).items():
+            assert_equal(y[0], x[name][i, : length - 1] if y.dim() == 2 else x[name][i])
 
 
 def test_vocabulary_logits_are_computed_at_response_tokens_only():
-    policy, mask, rows = tiny_gpt(), marks("..xx..", ".xxx.."), []
-    policy.lm_head.register_forward_hook(lambda module, inputs, output: rows.append(inputs[0].numel() // 8))
-    evaluate_actions(policy, torch.randint(EOS + 1, (2, 7)), mask)
-    assert sum(rows) == 5
+    policy, tokens, seen = tiny_gpt(), torch.randint(EOS + 1, (2, 7)), []
+    policy.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape))
+    evaluate_actions(policy, tokens, marks("..xx..", ".xxx.."))
+    assert seen == [(5, 8)]
 
 
 # 3. Sampling
 
 
-def critic_gpt():
-    policy = tiny_gpt()
-    add_critic(policy, tiny_reward_model())
-    return policy
-
-
-PROMPTS = [[1], [2, 3, 4, 5], [6, 7], [8, 9, 0], [1, 1, 1, 1, 1, 1], [3]] * 8
-
-
-def check_layout(tokens, mask, prompts, eos, max_new_tokens, context):
-    """What must hold for every response, whatever was sampled."""
-    assert tokens.shape[1] == mask.shape[1] + 1
-    for row, marked, prompt in zip(tokens.tolist(), mask.tolist(), prompts, strict=True):
-        assert row[: len(prompt)] == prompt
-        first, response = len(prompt) - 1, list(itertools.compress(row[1:], marked))
-        assert marked[first : first + len(response)] == [True] * len(response) and sum(marked) == len(response) > 0
-        assert eos not in response[:-1]
-        limit = min(max_new_tokens, context - len(prompt))
-        assert len(response) == limit or (len(response) < limit and response[-1] == eos)
+PROMPTS = [[1], [2, 3, 4, 5], [6, 7], [8, 9, 0], [1, 1, 1, 1, 1, 1], [3]] * 4
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("max_new_tokens", [1, 2, 7, 40])
-@pytest.mark.parametrize("bias", [-inf, 0.0, 2.0], ids=["never ends", "ends sometimes", "ends early"])
-def test_sampled_logprobs_and_values_are_those_that_scoring_gives(temperature, max_new_tokens, bias):
-    policy = biased(tiny_gpt(), {EOS: bias})
+@pytest.mark.parametrize("bias", [-inf, 0.0, 2.0], ids=["never", "sometimes", "early"])
+def test_a_row_is_a_prompt_and_a_response_with_the_numbers_that_scoring_gives(
+    temperature, max_new_tokens, bias
+):
+    policy = biased(tiny_gpt(separate_critic=bias == 0), {EOS: bias})
     tokens, mask, logprobs, values = generate(policy, PROMPTS, max_new_tokens, temperature)
-    check_layout(tokens, mask, PROMPTS, EOS, max_new_tokens, context=16)
-    with torch.no_grad():
-        scored, expected, _ = evaluate_actions(policy, tokens, mask, temperature)
-    assert_equal(logprobs, scored, 1e-10)
-    assert_equal(values, expected, 1e-10)
-    assert not logprobs[~mask].any() and not values[~mask].any()
+    for row, inside, prompt in zip(tokens.tolist(), mask.tolist(), PROMPTS, strict=True):
+        response = row[len(prompt) :][: sum(inside)]
+        assert row[: len(prompt)] == prompt and EOS not in response[:-1]
+        begin = len(prompt) - 1
+        assert inside == [begin <= t < begin + len(response) for t in range(len(inside))]
+        limit = min(max_new_tokens, 16 - len(prompt))
+        assert len(response) == limit or (len(response) < limit and response[-1] == EOS)
+    assert tokens.shape[1] == row_lengths(mask).max() == mask.shape[1] + 1
+    assert bias <= 0 or max_new_tokens < 7 or len(set(mask.sum(1).tolist())) > 3
+    scored, expected, _ = evaluate_actions(policy, tokens, mask, temperature)
+    assert_equal(logprobs, scored.detach())
+    assert_equal(values, expected.detach())
+    assert not logprobs.requires_grad and not values.requires_grad
 
 
-def test_the_vocabulary_head_sees_no_prompt_and_no_padding():
-    policy, seen = tiny_gpt(), []
-    policy.lm_head.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].shape))
-    prompts = [[1] * 9, [2], [3] * 4]
-    tokens, mask, *_ = generate(policy, prompts, 5)
-    *steps, last = seen
-    assert all(rows <= len(prompts) for rows, _ in steps) and len(steps) <= 5 and last == (int(mask.sum()), 8)
-    seen.clear()
-    evaluate_actions(policy, tokens, mask)
-    assert seen == [(int(mask.sum()), 8)]
-
-
-def test_the_values_of_a_rollout_come_from_the_separate_critic_where_there_is_one():
-    policy = critic_gpt()
-    tokens, mask, _, values = generate(policy, PROMPTS, 5)
-    with torch.no_grad():
-        assert_equal(values, evaluate_actions(policy, tokens, mask)[1], 1e-10)
-
-
-def test_a_row_that_reaches_the_end_of_the_context_keeps_its_last_token_while_the_others_go_on():
+def test_a_row_that_reaches_the_end_of_the_context_stays_while_the_others_go_on():
     policy = biased(tiny_gpt(context=8), {EOS: -inf})
-    prompts = [[1, 2, 3, 4, 5, 6], [1], [2], [3]]
-    tokens, mask, logprobs, _ = generate(policy, prompts, 20)
+    tokens, mask, *_ = generate(policy, [[1, 2, 3, 4, 5, 6], [1], [2], [3]], 20)
     assert mask.sum(1).tolist() == [2, 7, 7, 7] and tokens.shape == (4, 8)
-    with torch.no_grad():
-        assert_equal(logprobs, evaluate_actions(policy, tokens, mask)[0], 1e-10)
-
-
-@pytest.mark.parametrize("bias, lengths", [(inf, [1, 1, 1]), (-inf, [5, 5, 5])])
-def test_a_response_stops_at_the_end_token_or_after_max_new_tokens(bias, lengths):
-    policy = biased(tiny_gpt(), {EOS: math.copysign(1e4, bias)})
-    tokens, mask, *_ = generate(policy, [[1], [2, 3], [4, 5, 6]], 5)
-    assert mask.sum(1).tolist() == lengths and tokens.shape[1] == 3 + lengths[0]
-    assert_equal(mask[:1], marks("x" * lengths[0] + ".."))
 
 
 def test_the_longest_prompt_possible_still_gets_one_token():
@@ -412,18 +438,17 @@ def test_the_longest_prompt_possible_still_gets_one_token():
         assert tokens.shape == (1, 8) and mask.sum() == 1
 
 
+def test_a_response_stops_at_the_end_token_or_after_max_new_tokens():
+    for bias, length in ((1e4, 1), (-1e4, 5)):
+        policy = biased(tiny_gpt(), {EOS: bias})
+        tokens, mask, *_ = generate(policy, [[1], [2, 3], [4, 5, 6]], 5)
+        assert mask.sum(1).tolist() == [length] * 3 and tokens.shape == (3, 3 + length)
+
+
 @pytest.mark.parametrize("prompts", [[[]], [[1], []], [[1] * 16], [[1], [1] * 17]])
 def test_an_empty_prompt_and_one_that_fills_the_context_are_refused(prompts):
-    with pytest.raises(ValueError, match="15"):
+    with pytest.raises(ValueError, match="1 to 15 tokens"):
         generate(tiny_gpt(), prompts, 5)
-
-
-def test_the_same_seed_gives_the_same_samples_and_another_seed_others():
-    policy, seen = tiny_gpt(), []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        seen.append(generate(policy, PROMPTS, 9)[0].tolist())
-    assert seen[0] == seen[1] != seen[2]
 
 
 def three_token_gpt():
@@ -431,129 +456,88 @@ def three_token_gpt():
     return stir(GPT(GPTConfig(3, 8, layers=1, heads=1, channels=8)).double().eval(), 0.5)
 
 
-def all_responses(policy, prompt, max_new_tokens, temperature):
-    """{response: probability} by enumeration, without a cache."""
-    done, going = {}, {(): 1.0}
-    for _ in range(max_new_tokens):
-        longer = {}
-        for response, p in going.items():
-            logits = policy(torch.tensor([prompt + list(response)]))[0][0, -1]
-            for token, q in enumerate((logits / temperature).softmax(-1).tolist()):
-                (done if token == policy.config.eos else longer)[(*response, token)] = p * q
-        going = longer
-    return done | going
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_every_response_is_sampled_as_often_as_its_probability_says(temperature):
     policy, n, prompts = three_token_gpt(), 3000, [[0, 1, 1], [1]]
     tokens, mask, *_ = generate(policy, [prompts[i % 2] for i in range(2 * n)], 3, temperature)
     for i, prompt in enumerate(prompts):
-        counts = {}
-        for row, inside in zip(tokens[i::2, 1:], mask[i::2], strict=True):
-            response = tuple(row[inside].tolist())
-            counts[response] = counts.get(response, 0) + 1
-        expected = all_responses(policy, prompt, 3, temperature)
-        assert sum(expected.values()) == pytest.approx(1) and len(expected) == 15 and counts.keys() <= expected.keys()
-        chi2 = sum((counts.get(y, 0) - n * p) ** 2 / (n * p) for y, p in expected.items())
+        rows = zip(tokens[i::2, 1:], mask[i::2])
+        counts = dict.fromkeys(map(tuple, all_responses(3, 3)), 0.0)
+        for row, inside in rows:
+            counts[tuple(row[inside].tolist())] += 1  # KeyError: goes on after the end
+        chi2 = total = 0.0
+        for response, count in counts.items():
+            logits = policy(torch.tensor([prompt + list(response)]))[0][0, len(prompt) - 1 : -1]
+            log_p = (logits / temperature).log_softmax(-1).gather(1, torch.tensor([response]).T)
+            p = log_p.sum().exp().item()
+            chi2, total = chi2 + (count - n * p) ** 2 / (n * p), total + p
+        assert total == pytest.approx(1) and len(counts) == 15
         assert chi2 < 45  # 14 degrees of freedom: 45 is passed once in 25,000 times
 
 
-def test_a_draw_takes_the_token_in_whose_share_the_random_number_falls(monkeypatch):
-    logits = torch.log(f64([[0.2, 0.0, 0.5, 0.3]] * 6))
-    u = f64([[0.0], [0.199], [0.201], [0.699], [0.701], [1 - 2**-53]])
-    monkeypatch.setattr(torch, "rand", lambda *shape, dtype, device: u)
-    assert minippo.draw(logits).tolist() == [0, 0, 2, 2, 3, 3]
-    assert minippo.draw(logits.float()).tolist() == [0, 0, 2, 2, 3, 3]
+def test_a_draw_is_by_the_softmax_and_no_token_is_forbidden():
+    p = f64([[0.6, 0.3, 0.1, 0.0], [0.25, 0.25, 0.25, 0.25]])
+    tokens = draw(p.log().repeat_interleave(4000, 0)).view(2, 4000)
+    for row, expected in zip(tokens, p):
+        assert_equal(torch.bincount(row, minlength=4) / 4000, expected.float(), 0.03)
 
 
-def test_a_token_of_very_small_probability_can_be_drawn(monkeypatch):
-    monkeypatch.setattr(torch, "rand", lambda *shape, dtype, device: torch.full(shape, 1e-12, dtype=dtype))
-    assert minippo.draw(torch.log(f64([[1e-11, 1 - 1e-11]]))).item() == 0
+def test_another_draw_takes_the_place_of_the_default_and_gets_logits_over_the_temperature():
+    policy, seen = tiny_gpt(), []
+
+    def third(logits):
+        seen.append(logits)
+        return torch.full((len(logits),), 3)
+
+    tokens, mask, logprobs, _ = generate(policy, PROMPTS, 4, 0.7, draw=third)
+    assert set(tokens[:, 1:][mask].tolist()) == {3} and mask.sum(1).tolist() == [4] * len(PROMPTS)
+    assert_equal(logprobs, evaluate_actions(policy, tokens, mask, 0.7)[0].detach())
+    assert_equal(seen[0][1], policy(torch.tensor([PROMPTS[1]]))[0][0, -1].detach() / 0.7)
 
 
-def test_another_way_to_draw_takes_the_place_of_the_default():
-    policy = tiny_gpt()
-    tokens, mask, logprobs, _ = generate(policy, PROMPTS, 4, 0.7, draw=lambda logits: torch.full((len(logits),), 3))
-    assert set(tokens[:, 1:][mask].tolist()) == {3} and mask.sum(1).max() == 4
-    assert_equal(logprobs, evaluate_actions(policy, tokens, mask, 0.7)[0], 1e-10)
-
-
-def test_no_token_is_forbidden():
-    policy = GPT(GPTConfig(5, 8, layers=1, heads=1, channels=8)).eval()
-    torch.nn.init.zeros_(policy.lm_head.weight)  # all five are equally likely
-    tokens, mask, logprobs, _ = generate(policy, [[1]] * 500, 2)
-    assert torch.bincount(tokens[:, 1]).min() > 70
-    assert_equal(logprobs[mask], torch.full_like(logprobs[mask], -math.log(5)), 1e-6)
-    assert torch.bincount(tokens[:, 2][mask[:, 1]]).min() > 50
-
-
-def test_sampling_builds_no_graph():
-    assert not generate(tiny_gpt(), [[1]], 3)[2].requires_grad
-
-
-# 4. The losses of the reward model and of SFT
+# 4. The reward model's loss
 
 
 def test_the_loss_is_minus_the_log_probability_of_the_choices_under_bradley_terry():
-    chosen, rejected = f64([2.0, 0.5, 1.0]), f64([1.0, 2.5, 1.0])
+    chosen, rejected = f64([2.0, 0.5, 1.0]).requires_grad_(), f64([1.0, 2.5, 1.0]).requires_grad_()
     loss, stats = reward_model_loss(chosen, rejected)
-    expected = [-math.log(1 / (1 + math.exp(-margin))) for margin in (1.0, -2.0, 0.0)]
-    assert loss.item() == pytest.approx(sum(expected) / 3)
-    assert stats["accuracy"] == pytest.approx((1 + 0 + 0.5) / 3)  # a tie is half a hit
-    assert stats["margin"] == pytest.approx(-1 / 3)
-
-
-def test_a_step_down_the_loss_raises_the_chosen_score_and_lowers_the_rejected_one():
-    chosen, rejected = f64([2.0]).requires_grad_(), f64([1.0]).requires_grad_()
-    reward_model_loss(chosen, rejected)[0].backward()
-    p = 1 / (1 + math.exp(-1.0))
-    assert chosen.grad.item() == pytest.approx(p - 1) and rejected.grad.item() == pytest.approx(1 - p)
+    chances = [1 / (1 + math.exp(-margin)) for margin in (1.0, -2.0, 0.0)]
+    assert loss.item() == pytest.approx(-sum(map(math.log, chances)) / 3)
+    assert stats == pytest.approx({"accuracy": (1 + 0 + 0.5) / 3, "margin": -1 / 3})  # a tie: half
+    loss.backward()
+    assert_equal(chosen.grad, (f64(chances) - 1) / 3)
+    assert_equal(rejected.grad, (1 - f64(chances)) / 3)
 
 
 def test_the_loss_stays_finite_however_wrong_the_scores():
     assert reward_model_loss(f64([-5000.0]), f64([5000.0]))[0].item() == pytest.approx(10_000)
 
 
-def test_the_mask_marks_the_actions_from_the_first_response_token_to_the_end_token():
-    # The drawing at the top of minippo.py: two prompt tokens, "A bee <eos>", one column of padding.
-    assert_equal(response_mask(torch.tensor([2]), torch.tensor([5]), 6), marks(".xxx."))
-    # A prompt of one token and no padding; a response of one token; none at all.
-    assert_equal(response_mask(torch.tensor([1, 2, 3]), torch.tensor([4, 3, 3]), 4), marks("xxx", ".x.", "..."))
-
-
-def test_the_masked_mean_sees_the_mask_only():
-    x = torch.tensor([[1.0, nan, 5.0], [inf, 3.0, nan]], dtype=torch.float64, requires_grad=True)
-    mean = masked_mean(x, marks("x.x", ".x."))
-    assert mean.item() == 3.0
-    mean.backward()
-    assert_equal(x.grad, f64([[1, 0, 1], [0, 1, 0]]) / 3)
-
-
 # 5. PPO: the KL and the rewards
 
 
 def test_both_kl_estimates_are_right_on_average_and_k3_is_never_negative():
-    p, q = f64([0.5, 0.3, 0.15, 0.05]), f64([0.1, 0.2, 0.3, 0.4])  # policy and reference; every sample once, weighted by p
+    # Policy and reference; every sample once, weighted by its probability p.
+    p, q = f64([0.5, 0.3, 0.15, 0.05]), f64([0.1, 0.2, 0.3, 0.4])
     k1, k3 = kl_per_response(p.log()[:, None], q.log()[:, None], marks("x", "x", "x", "x"))
     kl = (p * (p / q).log()).sum()
     assert_equal((p * k1).sum(), kl)
     assert_equal((p * k3).sum(), kl)
     assert (k3 >= 0).all() and k1.min() < 0
-    assert_equal(k1[0], f64(math.log(5)))
     assert_equal(k3[0], f64(0.2 - 1 + math.log(5)))
 
 
-def test_the_kl_of_a_response_is_the_sum_over_its_tokens_and_sees_the_mask_only():
-    logprobs, ref_logprobs = f64([[nan, -1, -2, inf], [-1, 0, 0, 9]]), f64([[0, -2, -2.5, nan], [-1, 0, 0, 0]])
+def test_the_kl_of_a_response_is_the_sum_over_its_tokens():
+    logprobs = f64([[nan, -1, -2, inf], [-1, 0, 0, 9]])
+    ref_logprobs = f64([[0, -2, -2.5, nan], [-1, 0, 0, 0]])
     k1, k3 = kl_per_response(logprobs, ref_logprobs, marks(".xx.", "xxx."))
     assert_equal(k1, f64([1.5, 0]))
     assert_equal(k3, f64([math.exp(-1) + math.exp(-0.5) - 2 + 1.5, 0]))
 
 
 def test_the_score_is_paid_at_the_last_action_of_the_response():
-    zeros = torch.zeros(3, 4, dtype=torch.float64)
-    rewards = kl_adjusted_rewards(f64([1, 2, 3]), zeros, zeros, marks(".xx.", "xxxx", "x..."), 0.1)
+    zeros, mask = torch.zeros(3, 4, dtype=torch.float64), marks(".xx.", "xxxx", "x...")
+    rewards = kl_adjusted_rewards(f64([1, 2, 3]), zeros, zeros, mask, 0.1)
     assert_equal(rewards, f64([[0, 0, 1, 0], [0, 0, 0, 2], [3, 0, 0, 0]]))
 
 
@@ -563,61 +547,25 @@ def test_a_token_that_the_policy_likes_more_than_the_reference_does_costs_and_th
     assert_equal(rewards, f64([[0, -0.2, 1 + 0.05, 0]]))
 
 
-def test_a_beta_of_0_leaves_nothing_but_the_score():
-    rewards = kl_adjusted_rewards(f64([1.5]), noise(1, 4), noise(1, 4), marks(".xx."), 0.0)
-    assert_equal(rewards, f64([[0, 0, 1.5, 0]]))
-
-
-def test_the_rewards_of_a_response_sum_to_score_minus_beta_kl():
-    mask, scores, logprobs, ref_logprobs = marks("..xx.", ".xxxx"), noise(2), noise(2, 5), noise(2, 5)
-    k1, _ = kl_per_response(logprobs, ref_logprobs, mask)
-    assert_equal(kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, 0.3).sum(1), scores - 0.3 * k1)
-
-
-@pytest.mark.parametrize("kl, horizon, expected", [
-    (6.0, 10_000, 0.1), (6.6, 10_000, 0.1 * (1 + 0.1 * 0.0256)), (60.0, 10_000, 0.1 * (1 + 0.2 * 0.0256)),
-    (5.4, 10_000, 0.1 * (1 - 0.1 * 0.0256)), (-3.0, 10_000, 0.1 * (1 - 0.2 * 0.0256)), (60.0, inf, 0.1), (0.0, inf, 0.1),
-])  # fmt: skip
-def test_beta_rises_when_the_kl_is_above_its_target_falls_below_and_stays_at_an_infinite_horizon(kl, horizon, expected):
-    assert adapt_kl_coef(0.1, kl, 6.0, 256, horizon) == pytest.approx(expected, rel=1e-12)
+@for_random_batches
+def test_the_rewards_of_a_response_add_up_to_score_minus_beta_kl(seed):
+    batch = random_batch(seed)
+    inputs = batch["old_logprobs"], batch["ref_logprobs"], batch["mask"]
+    kl, _ = kl_per_response(*inputs)
+    for beta in (0.0, 0.3):
+        rewards = kl_adjusted_rewards(batch["scores"], *inputs, beta)
+        assert_equal(rewards.sum(1), batch["scores"] - beta * kl)
 
 
 # 5. PPO: advantages
 
 
-MASK = marks("..xxx..", "xxxxxxx", "x......", ".....xx", ".xxxx..")
-
-
-def by_definition(rewards, values, mask, gamma, lam):
-    """The double sum: A_t = sum over l of (gamma lam)^l (r_t+l + gamma V_t+l+1 - V_t+l), with V = 0 after the last action."""
-    advantages = torch.zeros_like(rewards)
-    for b in range(len(mask)):
-        inside = mask[b].nonzero().squeeze(1).tolist()
-        V = {t: values[b, t] for t in inside}
-        for t in inside:
-            for l, s in enumerate(s for s in inside if s >= t):
-                advantages[b, t] += (gamma * lam) ** l * (rewards[b, s] + gamma * V.get(s + 1, 0.0) - V[s])
-    return advantages
-
-
-@pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.9, 1.0), (1.0, 0.0), (0.5, 0.0), (0.0, 0.5)])
-def test_gae_is_the_discounted_sum_of_td_errors(gamma, lam):
-    rewards, values = noise(*MASK.shape), noise(*MASK.shape)
-    advantages, returns = gae(rewards, values, MASK, gamma, lam)
-    assert_equal(advantages, by_definition(rewards, values, MASK, gamma, lam))
-    assert_equal(returns[MASK], (advantages + values)[MASK])
-
-
-def test_with_lambda_1_the_advantage_is_the_return_that_followed_less_the_value():
-    rewards, values = f64([[0, 1, 2, 4, 0]]), f64([[9, 10, 20, 30, 9]])
-    advantages, returns = gae(rewards, values, marks(".xxx."), 1.0, 1.0)
+def test_gae_by_hand():
+    rewards, values, mask = f64([[0, 1, 2, 4, 0]]), f64([[9, 10, 20, 30, 9]]), marks(".xxx.")
+    advantages, returns = gae(rewards, values, mask, 1.0, 1.0)
     assert_equal(advantages, f64([[0, 7 - 10, 6 - 20, 4 - 30, 0]]))
     assert_equal(returns, f64([[0, 7, 6, 4, 0]]))
-    assert_equal(gae(rewards, values, marks(".xxx."), 0.5, 1.0)[1], f64([[0, 1 + 1 + 1, 2 + 2, 4, 0]]))
-
-
-def test_with_lambda_0_the_advantage_is_the_reward_and_the_next_value_less_the_value():
-    advantages, _ = gae(f64([[0, 1, 2, 4, 0]]), f64([[9, 10, 20, 30, 9]]), marks(".xxx."), 0.5, 0.0)
+    advantages, _ = gae(rewards, values, mask, 0.5, 0.0)
     assert_equal(advantages, f64([[0, 1 + 10 - 10, 2 + 15 - 20, 4 - 30, 0]]))
 
 
@@ -626,109 +574,109 @@ def test_there_is_no_value_after_the_last_action():
     assert_equal(advantages, f64([[1 - 3, 0]]))
 
 
-def test_returns_are_advantages_plus_values_before_any_whitening():
-    rewards, values = noise(*MASK.shape) + 5, noise(*MASK.shape)
-    advantages, returns = gae(rewards, values, MASK, 1.0, 1.0)
-    totals = torch.where(MASK, rewards, 0.0).flip(1).cumsum(1).flip(1)
-    assert_equal(returns[MASK], totals[MASK])
-    assert abs(advantages[MASK].mean()) > 1
+@for_random_batches
+@pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (0.9, 0.8), (0.9, 1.0), (0.5, 0.0), (0.0, 0.5)])
+def test_advantages_are_sums_of_deltas_and_returns_are_advantages_plus_values(seed, gamma, lam):
+    batch = random_batch(seed)
+    mask, values = batch["mask"], batch["old_values"]
+    rewards = torch.where(mask, noise(*mask.shape), nan)
+    advantages, returns = gae(rewards, torch.where(mask, values, inf), mask, gamma, lam)
+    for b in range(len(mask)):
+        t = mask[b].nonzero().flatten()
+        r, V = rewards[b, t], torch.cat([values[b, t], f64([0.0])])  # 0 after the last action
+        delta = r + gamma * V[1:] - V[:-1]
+        ahead = (
+            torch.arange(len(t)) - torch.arange(len(t))[:, None]
+        ).double()  # from row to column
+        A = ((ahead >= 0) * (gamma * lam) ** ahead.clamp(min=0) * delta).sum(1)
+        assert_equal(advantages[b, t], A)
+        assert_equal(returns[b, t], A + values[b, t])
+        if gamma == lam == 1:
+            assert_equal(returns[b, t], r.flip(0).cumsum(0).flip(0))  # rewards from here on
+        if lam == 0:
+            assert_equal(advantages[b, t], delta)
+    assert not advantages[~mask].any() and not returns[~mask].any()
 
 
-def test_nothing_outside_the_mask_reaches_an_advantage_or_a_return():
-    rewards, values = noise(*MASK.shape), noise(*MASK.shape)
-    clean = gae(torch.where(MASK, rewards, 0.0), torch.where(MASK, values, 0.0), MASK, 0.9, 0.8)
-    for junk in (nan, inf, 1e6):
-        dirty = gae(torch.where(MASK, rewards, junk), torch.where(MASK, values, junk), MASK, 0.9, 0.8)
-        assert_equal(dirty[0], clean[0])
-        assert_equal(dirty[1], clean[1])
-    assert not clean[0][~MASK].any()
-
-
-def test_whitening_gives_mean_0_and_standard_deviation_1_over_the_mask_and_0_outside():
-    mask = marks("xx..", ".xxx")
-    white = whiten(f64([[1, 3, nan, 100], [inf, 5, 7, 9]]), mask)
-    assert_equal(white, (f64([[1, 3, 5, 5], [5, 5, 7, 9]]) - 5) / 8**0.5, 1e-7)
-    assert abs(white[mask].mean()) < 1e-12 and white[mask].std(correction=0).item() == pytest.approx(1)
-    assert not white[~mask].any()
-
-
-def test_whitening_a_constant_gives_zeros():
+def test_whitening_by_hand():
+    white = whiten(f64([[1, 3, nan, 100], [inf, 5, 7, 9]]), marks("xx..", ".xxx"))
+    assert_equal(white, (f64([[1, 3, 5, 5], [5, 5, 7, 9]]) - 5) / 8**0.5)
     assert_equal(whiten(f64([[2, 2, 2]]), marks("xx.")), f64([[0, 0, 0]]))
 
 
-def test_whitening_does_not_blow_up_rounding_but_scales_whatever_is_more():
-    tiny = f64([[0.0, 1e-7, -1e-7, 2e-7]])
-    assert whiten(tiny, marks("xxxx")).abs().max() < 0.01
-    small = whiten(1e4 * tiny, marks("xxxx"))
-    assert small.std(correction=0).item() == pytest.approx(1)
+@for_random_batches
+def test_whitening_gives_mean_0_and_standard_deviation_1_whatever_the_shift_and_the_scale(seed):
+    batch = random_batch(seed)
+    x, mask = batch["old_values"], batch["mask"]
+    white = whiten(x, mask)
+    assert white[mask].mean().item() == pytest.approx(0, abs=1e-12)
+    assert white[mask].std(correction=0).item() == pytest.approx(1)
+    assert not white[~mask].any()
+    assert_equal(whiten(3 + 50 * torch.where(mask, x, nan), mask), white, 1e-10)
+
+
+def test_whitening_does_not_enlarge_rounding_but_scales_whatever_is_more():
+    small, mask = f64([[0.0, 1e-7, -1e-7, 2e-7]]), marks("xxxx")
+    assert whiten(small, mask).abs().max() < 0.01
+    assert whiten(1e4 * small, mask).std(correction=0).item() == pytest.approx(1)
 
 
 # 5. PPO: losses
 
 
-def at_ratio(ratio, advantage, clip_eps=0.2):
-    """-> objective (what PPO maximises) and its gradient with respect to the log-probability, for one token."""
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(
+    "advantage, ratio, clipped",
+    [
+        (1, 0.5, None),  # below the range, and should rise: pulled back up
+        (1, 0.81, None),
+        (1, 1.0, None),
+        (1, 1.19, None),
+        (1, 1.21, 1.2),  # has risen enough
+        (1, 50.0, 1.2),
+        (-1, 1e-3, 0.8),
+        (-1, 0.79, 0.8),  # has fallen enough
+        (-1, 0.81, None),
+        (-1, 1.0, None),
+        (-1, 1.19, None),
+        (-1, 1.5, None),  # above the range, and should fall: pulled back down
+    ],
+)
+def test_a_token_has_a_gradient_unless_it_has_moved_far_enough(size, advantage, ratio, clipped):
     old = f64([[-1.5]])
     logprobs = (old + math.log(ratio)).requires_grad_()
-    loss, _ = policy_loss(logprobs, old, f64([[float(advantage)]]), marks("x"), clip_eps)
+    loss, _ = policy_loss(logprobs, old, f64([[size * advantage]]), marks("x"), 0.2)
     loss.backward()
-    return -loss.item(), -logprobs.grad.item()
+    objective = size * advantage * (clipped or ratio)
+    gradient = 0 if clipped else objective  # grad (ratio A) = ratio A grad log pi
+    assert (-loss.item(), -logprobs.grad.item()) == pytest.approx((objective, gradient))
 
 
-@pytest.mark.parametrize("advantage, ratio, objective", [(1, 1.5, 1.2), (-1, 0.5, -0.8), (3, 1.21, 3.6), (-2, 0.79, -1.6)])
-def test_a_clipped_token_has_zero_gradient(advantage, ratio, objective):
-    assert at_ratio(ratio, advantage) == (pytest.approx(objective), 0.0)
-
-
-@pytest.mark.parametrize("advantage, ratio", [(1.0, 0.5), (-1.0, 1.5), (1.0, 1e-3), (-1.0, 50.0)])
-def test_a_token_that_has_moved_the_harmful_way_gets_its_full_gradient_back(advantage, ratio):
-    assert at_ratio(ratio, advantage) == (pytest.approx(ratio * advantage), pytest.approx(ratio * advantage))
-
-
-@pytest.mark.parametrize("advantage", [2.0, -2.0])
-@pytest.mark.parametrize("ratio", [0.81, 1.0, 1.19])
-def test_inside_the_clip_range_the_gradient_is_ratio_times_advantage(advantage, ratio):
-    assert at_ratio(ratio, advantage) == (pytest.approx(ratio * advantage), pytest.approx(ratio * advantage))
-
-
-@pytest.mark.parametrize("advantage", [2.0, -2.0])
-@pytest.mark.parametrize("ratio", [1e-3, 0.5, 1.0, 1.5, 1e3])
-def test_an_infinite_clip_range_does_not_clip(advantage, ratio):
-    assert at_ratio(ratio, advantage, inf) == (pytest.approx(ratio * advantage), pytest.approx(ratio * advantage))
-
-
-def test_at_ratio_1_the_gradient_is_that_of_the_policy_gradient():
-    mask, advantages = marks(".xx", "xx."), noise(2, 3)
-    logprobs = noise(2, 3).requires_grad_()
-    policy_loss(logprobs, logprobs.detach().clone(), advantages, mask, 0.2)[0].backward()
-    assert_equal(logprobs.grad, torch.where(mask, -advantages / 4, 0.0))
-
-
-def test_the_policy_loss_and_its_stats_see_the_mask_only():
-    ratios = [1.0, 1.5, 0.9]  # approx_kl by k3: ratio - 1 - log ratio
-    logprobs = torch.log(f64([[7, 1.0, 1.5], [0.9, 9, 9]])).requires_grad_()
-    old = f64([[nan, 0, 0], [0, nan, inf]])
-    advantages = f64([[nan, 1, 1], [2, inf, nan]])
-    loss, stats = policy_loss(logprobs, old, advantages, marks(".xx", "x.."), 0.2)
-    assert loss.item() == pytest.approx(-(1.0 + 1.2 + 1.8) / 3) and stats["policy_loss"] == pytest.approx(loss.item())
-    assert stats["approx_kl"] == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / 3)
-    assert stats["clip_frac"] == pytest.approx(1 / 3) and stats["ratio_max"] == pytest.approx(1.5)
+def test_the_policy_loss_and_its_stats_by_hand():
+    ratios = [1.0, 1.5, 0.9, 0.7]
+    logprobs = torch.log(f64([[7, 1.0, 1.5], [0.9, 0.7, 9]])).requires_grad_()
+    old = f64([[nan, 0, 0], [0, 0, inf]])
+    advantages = f64([[nan, 1, 1], [2, 3, nan]])
+    loss, stats = policy_loss(logprobs, old, advantages, marks(".xx", "xx."), 0.2)
+    assert loss.item() == pytest.approx(-(1.0 + 1.2 + 1.8 + 2.1) / 4)
+    k3 = sum(r - 1 - math.log(r) for r in ratios) / 4
+    expected = {"policy_loss": loss.item(), "approx_kl": k3, "clip_frac": 2 / 4, "ratio_max": 1.5}
+    assert stats == pytest.approx(expected)  # clip_frac counts both sides
     loss.backward()
-    assert_equal(logprobs.grad, f64([[0, -1 / 3, 0], [-0.6, 0, 0]]))
+    assert_equal(logprobs.grad, f64([[0, -1, 0], [-1.8, -2.1, 0]]) / 4)
 
 
-def test_approx_kl_is_never_negative():
-    for _ in range(20):
-        assert policy_loss(noise(2, 3), noise(2, 3), noise(2, 3), marks("xxx", "x.."), 0.2)[1]["approx_kl"] >= 0
-
-
-@pytest.mark.parametrize("value, old, target, loss, gradient", [
-    (1.1, 1.0, 3.0, 0.5 * 1.9**2, -1.9),  # inside the range: plain
-    (2.0, 1.0, 3.0, 0.5 * 1.8**2, 0.0),  # moved to 2, counted as 1.2: it has gone far enough towards 3
-    (0.0, 1.0, 3.0, 0.5 * 3.0**2, -3.0),  # moved away from the target: full gradient back
-    (2.0, 1.0, 1.0, 0.5 * 1.0**2, 1.0),  # moved past the target: full gradient back
-])  # fmt: skip
-def test_the_value_loss_clips_against_the_old_values_and_takes_the_worse_error(value, old, target, loss, gradient):
+@pytest.mark.parametrize(
+    "value, old, target, loss, gradient",
+    [
+        (1.1, 1.0, 3.0, 0.5 * 1.9**2, -1.9),  # inside the range: plain
+        (2.0, 1.0, 3.0, 0.5 * 1.8**2, 0.0),  # moved to 2, counted as 1.2: far enough towards 3
+        (0.0, 1.0, -3.0, 0.5 * 3.8**2, 0.0),  # the same, downwards: counted as 0.8
+        (0.0, 1.0, 3.0, 0.5 * 3.0**2, -3.0),  # moved away from the target: full gradient back
+        (2.0, 1.0, 1.0, 0.5 * 1.0**2, 1.0),  # moved past the target: full gradient back
+    ],
+)
+def test_the_value_loss_clips_around_the_old_value(value, old, target, loss, gradient):
     values = f64([[value]]).requires_grad_()
     result, stats = value_loss(values, f64([[old]]), f64([[target]]), marks("x"), 0.2)
     result.backward()
@@ -736,12 +684,21 @@ def test_the_value_loss_clips_against_the_old_values_and_takes_the_worse_error(v
     assert values.grad.item() == pytest.approx(gradient)
 
 
-def test_an_infinite_value_clip_gives_half_the_mean_squared_error_over_the_mask():
-    values = f64([[nan, 1, 5], [2, inf, 0]]).requires_grad_()
-    loss, _ = value_loss(values, f64([[0, -9, 9], [99, nan, 0]]), f64([[7, 2, 2], [4, nan, nan]]), marks(".xx", "x.."), inf)
-    assert loss.item() == pytest.approx(0.5 * (1 + 9 + 4) / 3)
-    loss.backward()
-    assert_equal(torch.nan_to_num(values.grad), f64([[0, -1 / 3, 1], [-2 / 3, 0, 0]]))
+@pytest.mark.parametrize(
+    "kl, horizon, change",
+    [
+        (6.0, 10_000, 0.0),
+        (6.6, 10_000, 0.1 * 0.0256),
+        (60.0, 10_000, 0.2 * 0.0256),
+        (5.4, 10_000, -0.1 * 0.0256),
+        (-3.0, 10_000, -0.2 * 0.0256),
+        (60.0, inf, 0.0),
+    ],
+)
+def test_beta_rises_with_a_kl_above_its_target_falls_below_and_stays_at_an_infinite_horizon(
+    kl, horizon, change
+):
+    assert adapt_kl_coef(0.1, kl, 6.0, 256, horizon) == pytest.approx(0.1 * (1 + change), rel=1e-12)
 
 
 # 6. The loop
@@ -751,68 +708,140 @@ def test_an_infinite_value_clip_gives_half_the_mean_squared_error_over_the_mask(
 def test_a_frozen_copy_is_a_copy_without_gradients_or_dropout(make):
     model = make(dropout=0.5).train()
     frozen = frozen_copy(model)
-    assert_equal(weights(frozen), weights(model))
-    assert not any(p.requires_grad for p in frozen.parameters()) and not any(m.training for m in frozen.modules())
+    before = weights(model)
+    assert_equal(weights(frozen), before)
+    assert not any(p.requires_grad for p in frozen.parameters())
+    assert not any(module.training for module in frozen.modules())
     assert all(p.requires_grad for p in model.parameters()) and model.training
-    before = weights(frozen)
     stir(model)
     assert_equal(weights(frozen), before)
 
 
 def test_penalties_are_taken_off_for_each_token_and_for_a_response_that_was_cut_off():
-    tokens, mask = torch.tensor([[1, 2, 3, EOS, 0], [1, 2, 3, 4, 5], [1, EOS, 0, 0, 0]]), marks(".xx.", ".xxx", "x...")
-    seen = []
+    # An end token in the prompt, as in the last row, or in the padding ends no response.
+    tokens = torch.tensor(
+        [[1, 2, 3, EOS, 0], [1, 2, 3, 4, 5], [1, EOS, 0, 0, 0], [EOS, 1, 2, EOS, EOS]]
+    )
+    mask, seen = marks(".xx.", ".xxx", "x...", ".x.."), []
 
     def score(*arguments):
         seen.append(arguments)
-        return f64([1.0, 2.0, 3.0])
+        return f64([1.0, 2.0, 3.0, 4.0])
 
     config = PPOConfig(length_penalty=0.25, missing_eos_penalty=0.5)
     scores, ended = score_responses(score, tokens, mask, config, EOS)
-    assert seen == [(tokens, mask)] and ended.tolist() == [True, False, True]
-    assert_equal(scores, f64([1 - 2 * 0.25, 2 - 3 * 0.25 - 0.5, 3 - 0.25]))
-    free = PPOConfig(length_penalty=0, missing_eos_penalty=0)
-    assert_equal(score_responses(score, tokens, mask, free, EOS)[0], f64([1, 2, 3]))
-
-
-def test_an_end_token_in_the_prompt_or_in_the_padding_ends_no_response():
-    tokens, mask = torch.tensor([[EOS, 2, 3, EOS]]), marks(".x.")
-    assert score_responses(lambda *_: f64([0.0]), tokens, mask, PPOConfig(), EOS)[1].tolist() == [False]
+    assert seen == [(tokens, mask)] and ended.tolist() == [True, False, True, False]
+    assert_equal(scores, f64([1 - 0.5, 2 - 0.75 - 0.5, 3 - 0.25, 4 - 0.25 - 0.5]))
+    neutral = PPOConfig(length_penalty=0, missing_eos_penalty=0)
+    assert_equal(score_responses(score, tokens, mask, neutral, EOS)[0], f64([1, 2, 3, 4]))
 
 
 def score_by_length(tokens, mask):
-    """A score that any sampler can get: short responses are better."""
     return -0.3 * mask.sum(1).double() + tokens[:, 0]
 
 
 def test_a_rollout_holds_what_the_policy_the_reference_and_the_score_say():
     policy, ref = tiny_gpt(), frozen_copy(tiny_gpt())
-    config = PPOConfig(batch_size=12, minibatches=1, max_new_tokens=5, temperature=0.7, missing_eos_penalty=0.5)
-    batch = rollout(policy, ref, score_by_length, PROMPTS[:12], config)
+    config = PPOConfig(max_new_tokens=5, temperature=0.7, missing_eos_penalty=0.5)
+    asked = []
+
+    def watched(*arguments):
+        asked.append(arguments)
+        return generate(*arguments)
+
+    batch = rollout(policy, ref, score_by_length, PROMPTS, config, watched)
+    assert asked == [(policy, PROMPTS, 5, 0.7)]
     tokens, mask = batch["tokens"], batch["mask"]
-    check_layout(tokens, mask, PROMPTS[:12], EOS, 5, context=16)
-    with torch.no_grad():
-        logprobs, values, _ = evaluate_actions(policy, tokens, mask, 0.7)
-        ref_logprobs, _, _ = evaluate_actions(ref, tokens, mask, 0.7)
-    ended = torch.tensor([row[1:][inside][-1] == EOS for row, inside in zip(tokens, mask, strict=True)])
-    assert 0 < ended.sum() < 12
-    expected = {"logprobs": logprobs, "values": values, "ref_logprobs": ref_logprobs, "ended": ended}
-    expected |= {"scores": score_by_length(tokens, mask) - 0.5 * ~ended}
-    for name, x in expected.items():
-        assert_equal(batch[name], x, 1e-10)
+    logprobs, values, _ = evaluate_actions(policy, tokens, mask, 0.7)
+    ref_logprobs, _, _ = evaluate_actions(ref, tokens, mask, 0.7)
+    ended = torch.stack([row[1:][inside][-1] == EOS for row, inside in zip(tokens, mask)])
+    assert 0 < ended.sum() < len(ended)
+    expected = {"scores": score_by_length(tokens, mask) - 0.5 * ~ended, "ended": ended}
+    expected |= {"old_logprobs": logprobs, "old_values": values, "ref_logprobs": ref_logprobs}
     assert batch.keys() == {"tokens", "mask", *expected}
-    assert not any(x.requires_grad for x in batch.values())
+    for name, x in expected.items():
+        assert_equal(batch[name], x.detach())
+    torch.manual_seed(1)
+    plain = rollout(policy, ref, score_by_length, PROMPTS, config)
+    torch.manual_seed(1)
+    assert torch.equal(plain["tokens"], generate(policy, PROMPTS, 5, 0.7)[0])
 
 
-def sampled(policy, ref=None, n=12, temperature=1.0):
-    """A batch for ppo_update, with advantages and returns from a random score."""
-    prompts = [[1 + i % 3] * (1 + i % 4) for i in range(n)]
-    config = PPOConfig(max_new_tokens=8, temperature=temperature)
-    batch = rollout(policy, ref or policy, lambda tokens, mask: torch.randn(n), prompts, config)
-    mask = batch["mask"]
-    rewards = kl_adjusted_rewards(batch["scores"], batch["logprobs"], batch["ref_logprobs"], mask, 0.1)
-    advantages, returns = gae(rewards, batch["values"], mask, 1.0, 0.95)
-    return batch | {"advantages": whiten(advantages, mask), "returns": returns}
+@for_random_batches
+def test_credit_is_kl_adjusted_rewards_gae_and_whitening(seed):
+    batch = random_batch(seed)
+    mask, before = batch["mask"], {name: x.clone() for name, x in batch.items()}
+    config = PPOConfig(gamma=0.9, lam=0.8, kl_coef=123.0)  # credit() gets beta as it is now
+    x = credit(batch, config, 0.3)
+    inputs = batch["old_logprobs"], batch["ref_logprobs"], mask
+    rewards = kl_adjusted_rewards(batch["scores"], *inputs, 0.3)
+    advantages, returns = gae(rewards, batch["old_values"], mask, 0.9, 0.8)
+    expected = {"rewards": rewards, "advantages": advantages, "returns": returns}
+    expected["whitened"] = whiten(advantages, mask)
+    assert x.keys() == expected.keys() and all(torch.equal(x[k], y) for k, y in expected.items())
+    plain = credit(batch, replace(config, whiten=False), 0.3)
+    assert torch.equal(plain["whitened"], advantages)
+    assert all(torch.equal(batch[name], y) for name, y in before.items())  # nothing is overwritten
+
+
+def credited(seed, **changes):
+    """-> policy, a random batch with phase 3 done, and a config with all terms of the loss on."""
+    more = {"entropy_coef": 0.1, "kl_loss_coef": 0.3, "vf_coef": 0.5, "value_clip": 0.4, "lam": 0.9}
+    config = PPOConfig(**{"minibatches": 1, "max_grad_norm": inf, **more, **changes})
+    batch = random_batch(seed)
+    return tiny_gpt(), batch | credit(batch, config, 0.1), config
+
+
+@for_random_batches
+def test_the_loss_of_ppo_is_the_sum_of_its_weighted_terms(seed):
+    policy, batch, config = credited(seed, temperature=0.7, clip_eps=0.15)
+    mask, old_logprobs = batch["mask"], batch["old_logprobs"]
+    loss, stats = ppo_loss(policy, batch, config)
+    logprobs, values, entropy = evaluate_actions(policy, batch["tokens"], mask, 0.7)
+    first, stats_of_policy = policy_loss(logprobs, old_logprobs, batch["whitened"], mask, 0.15)
+    second, stats_of_values = value_loss(
+        values, batch["old_values"], batch["returns"], mask, config.value_clip
+    )
+    k2 = 0.5 * ((logprobs - batch["ref_logprobs"])[mask] ** 2).mean()
+    expected = first + 0.5 * second + 0.3 * k2 - 0.1 * entropy[mask].mean()
+    assert_equal(loss, expected)
+    assert stats == pytest.approx(
+        {"loss": loss.item(), "count": mask.sum().item()} | stats_of_policy | stats_of_values
+    )
+
+
+@for_random_batches
+def test_neutral_values_switch_everything_off(seed):
+    policy, batch, config = credited(
+        seed, entropy_coef=0, kl_loss_coef=0, vf_coef=0, clip_eps=inf, value_clip=inf, lam=1
+    )
+    mask, inputs = batch["mask"], (batch["tokens"], batch["mask"])
+    logprobs, values, _ = evaluate_actions(policy, *inputs)
+    ratio = (logprobs - batch["old_logprobs"]).exp()
+    assert_equal(ppo_loss(policy, batch, config)[0], -(ratio * batch["whitened"])[mask].mean())
+    _, stats = ppo_loss(policy, batch, replace(config, vf_coef=1.0))
+    squares = 0.5 * ((values - batch["returns"])[mask] ** 2).mean()
+    assert stats["value_loss"] == pytest.approx(squares.item())
+    x = credit(batch, replace(config, whiten=False), 0.0)
+    scores = torch.where(mask, batch["scores"][:, None], 0.0)
+    assert_equal(x["returns"], scores)  # with beta 0, gamma 1, lam 1 each token answers for it
+    assert_equal(x["whitened"], scores - batch["old_values"])
+
+
+@for_random_batches
+def test_nothing_outside_the_mask_reaches_the_loss_its_gradient_or_what_is_watched(seed):
+    policy, batch, config = credited(seed)
+    seen = []
+    for x in (batch, padded_otherwise(batch, 0, 7, nan), padded_otherwise(batch, 2, EOS, 1e9)):
+        policy.zero_grad()
+        loss, stats = ppo_loss(policy, x, config)
+        loss.backward()
+        seen.append((loss, gradients(policy), stats | describe(x, 0.1)))
+    for loss, gradient, stats in seen[1:]:
+        assert_equal(loss, seen[0][0])
+        assert_equal(gradient, seen[0][1])
+        assert stats == pytest.approx(seen[0][2])
+    assert seen[0][1].norm() > 1e-3
 
 
 def sgd(policy, lr):
@@ -820,519 +849,281 @@ def sgd(policy, lr):
     return torch.optim.SGD(policy.parameters(), lr)
 
 
-def settings(**changes):
-    return PPOConfig(**({"epochs": 1, "minibatches": 1, "max_grad_norm": inf, "batch_size": 12} | changes))
+@pytest.mark.parametrize("epochs, minibatches", [(1, 1), (1, 4), (3, 1), (2, 5)])
+def test_an_update_takes_epochs_times_minibatches_steps_and_sees_each_row_once_in_a_pass(
+    epochs, minibatches
+):
+    policy, batch, config = credited(5, epochs=epochs, minibatches=minibatches)
+    optimizer, B, events = sgd(policy, 1e-3), len(batch["scores"]), []
+    optimizer.register_step_post_hook(lambda *_: events.append("step"))
+    batch["number"] = torch.arange(B)
+
+    def loss_of(model, rows, given):
+        assert model is policy and given is config and rows.keys() == batch.keys()
+        for name, x in rows.items():
+            assert torch.equal(x, batch[name][rows["number"]])
+        assert not gradients(policy).any()  # those of the step before are gone
+        events.append(rows["number"].tolist())
+        return ppo_loss(model, rows, given)
+
+    ppo_update(policy, optimizer, batch, config, loss_of)
+    assert events[1::2] == ["step"] * epochs * minibatches
+    passes = [events[::2][i * minibatches :][:minibatches] for i in range(epochs)]
+    for sizes in ([len(rows) for rows in one] for one in passes):
+        assert len(sizes) == minibatches and max(sizes) - min(sizes) <= 1
+    orders = [list(itertools.chain(*one)) for one in passes]
+    assert all(sorted(order) == list(range(B)) for order in orders)
+    assert epochs == 1 or orders[0] != orders[1]
+    assert orders[0] != list(range(B))
 
 
-def update(*arguments, **more):
-    """ppo_update, its stats over all passes."""
-    return merge(ppo_update(*arguments, **more))
+def test_a_step_of_an_update_is_the_gradient_of_the_loss():
+    policy, batch, config = credited(5)
+    ppo_loss(policy, batch, config)[0].backward()
+    expected, before = gradients(policy).clone(), weights(policy)
+    (stats,) = ppo_update(policy, sgd(policy, 1.0), batch, config)
+    assert_equal(before - weights(policy), expected)
+    assert stats["grad_norm"] == pytest.approx(expected.norm().item())
+    assert expected.norm() > 1e-3
 
 
-@pytest.mark.parametrize("epochs, minibatches", [(1, 1), (1, 4), (3, 1), (2, 5), (4, 12)])
-def test_an_update_takes_exactly_epochs_times_minibatches_steps(epochs, minibatches):
-    policy, steps = tiny_gpt(), []
-    optimizer = sgd(policy, 1e-3)
-    optimizer.register_step_post_hook(lambda *_: steps.append(1))
-    ppo_update(policy, optimizer, sampled(policy), settings(epochs=epochs, minibatches=minibatches))
-    assert len(steps) == epochs * minibatches
+def test_the_stats_of_a_pass_are_means_over_its_steps_and_the_largest_ratio():
+    given = iter([(1.0, 1.5), (3.0, 1.2), (5.0, 1.1), (9.0, 1.4)])
+    policy, batch, config = credited(5, epochs=2, minibatches=2)
+
+    def loss_of(model, rows, config):
+        loss, ratio_max = next(given)
+        return 0.0 * weights_sum(model), {"loss": loss, "ratio_max": ratio_max}
+
+    def weights_sum(model):
+        return sum(p.sum() for p in model.parameters())
+
+    first, second = ppo_update(policy, sgd(policy, 0.1), batch, config, loss_of)
+    assert first == {"loss": 2.0, "ratio_max": 1.5, "grad_norm": 0.0}
+    assert second == {"loss": 7.0, "ratio_max": 1.4, "grad_norm": 0.0}
+    assert average([first, second]) == {"loss": 4.5, "ratio_max": 1.5, "grad_norm": 0.0}
 
 
-def test_every_pass_sees_every_response_once():
-    policy = tiny_gpt()
-    batch, seen = sampled(policy), []
-    batch["advantages"] = torch.where(batch["mask"], torch.arange(12.0)[:, None], 0.0)
-    real = minippo.policy_loss
-
-    def watched(logprobs, old_logprobs, advantages, mask, clip_eps):
-        seen.extend(advantages.amax(1).tolist())
-        return real(logprobs, old_logprobs, advantages, mask, clip_eps)
-
-    minippo.policy_loss = watched
-    try:
-        ppo_update(policy, sgd(policy, 0.0), batch, settings(epochs=2, minibatches=5))
-    finally:
-        minippo.policy_loss = real
-    assert sorted(seen[:12]) == sorted(seen[12:]) == list(range(12)) and seen[:12] != seen[12:]
+def test_before_the_first_step_the_ratio_is_1_and_then_it_moves_and_the_clip_acts():
+    policy = tiny_gpt(dropout=0.5)  # in eval mode, and it stays there
+    config = PPOConfig(max_new_tokens=8, temperature=0.7, epochs=4, minibatches=1)
+    batch = rollout(policy, policy, score_by_length, PROMPTS, config)
+    batch |= credit(batch, config, 0.1)
+    optimizer = torch.optim.Adam(policy.parameters(), 0.01)
+    first, *_, last = ppo_update(policy, optimizer, batch, config)
+    assert first["ratio_max"] == pytest.approx(1) and first["clip_frac"] == 0
+    assert first["approx_kl"] == pytest.approx(0, abs=1e-12) and last["approx_kl"] > 1e-4
+    assert last["ratio_max"] > 1.2 and 0 < last["clip_frac"] < 1
+    change = evaluate_actions(policy, batch["tokens"], batch["mask"], 0.7)[0]
+    assert ((change - batch["old_logprobs"]) * batch["whitened"]).sum() > 0
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_before_the_first_step_the_ratio_is_1_everywhere(temperature):
-    policy = tiny_gpt(dropout=0.5)  # in eval mode, and it must stay there
-    stats = update(policy, sgd(policy, 0.1), sampled(policy, temperature=temperature), settings(temperature=temperature))
-    assert stats["ratio_max"] == pytest.approx(1, abs=1e-5)
-    assert stats["approx_kl"] == pytest.approx(0, abs=1e-6) and stats["clip_frac"] == 0
-
-
-def test_with_several_epochs_the_ratio_moves_and_the_clip_acts():
-    policy = tiny_gpt()
-    stats = update(policy, torch.optim.Adam(policy.parameters(), 0.01), sampled(policy), settings(epochs=4, minibatches=2))
-    assert stats["ratio_max"] > 1.2 and stats["approx_kl"] > 1e-4 and 0 < stats["clip_frac"] < 1
-
-
-def test_an_update_makes_good_tokens_likelier_and_bad_ones_less_likely():
-    policy = tiny_gpt()
-    batch = sampled(policy)
-    ppo_update(policy, sgd(policy, 1e-3), batch, settings(vf_coef=0.0))
-    change = evaluate_actions(policy, batch["tokens"], batch["mask"])[0] - batch["logprobs"]
-    assert (change * batch["advantages"]).sum() > 0
-
-
-def test_the_gradient_is_scaled_down_to_max_grad_norm():
-    policy = tiny_gpt()
+def test_one_norm_is_taken_over_all_parameters_and_scaled_down_to_max_grad_norm():
+    for max_grad_norm, scale in ((1.0, 0.2), (inf, 1.0), (10.0, 1.0)):
+        x, y = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+        x.grad, y.grad = torch.tensor([3.0]), torch.tensor([4.0])
+        optimizer = torch.optim.SGD([{"params": [x]}, {"params": [y], "lr": 10.0}], 1.0)
+        assert gradient_step(optimizer, max_grad_norm) == 5.0  # the norm before
+        assert (x.item(), y.item()) == pytest.approx((-3 * scale, -40 * scale))
+    policy, batch, config = credited(5, max_grad_norm=1e-3)
     before = weights(policy)
-    stats = update(policy, sgd(policy, 1.0), sampled(policy), settings(max_grad_norm=1e-3))
-    assert stats["grad_norm"] > 1e-2  # what is reported is the norm before
-    assert (weights(policy) - before).norm().item() == pytest.approx(1e-3, rel=1e-3)
+    ppo_update(policy, sgd(policy, 1.0), batch, config)
+    assert (weights(policy) - before).norm().item() == pytest.approx(1e-3, rel=1e-2)
 
 
-def test_each_network_has_a_gradient_norm_of_its_own():
-    policy = critic_gpt()
-    batch = sampled(policy)
-    batch["returns"] = 1000 * batch["returns"]  # a value spike: it must not scale the policy's step down
-    policy_part = [p for name, p in policy.named_parameters() if not name.startswith(("critic", "value_head"))]
-    critic_part = [*policy.critic.parameters(), *policy.value_head.parameters()]
-    groups = [{"params": policy_part, "network": "policy"}, {"params": critic_part, "network": "critic"}]
-    before = [torch.cat([p.detach().flatten() for p in group["params"]]) for group in groups]
-    stats = update(policy, torch.optim.SGD(groups, 1.0), batch, settings(max_grad_norm=1e-2))
-    moved = [torch.cat([p.detach().flatten() for p in g["params"]]) - x for g, x in zip(groups, before, strict=True)]
-    assert [x.norm().item() for x in moved] == pytest.approx([1e-2, 1e-2], rel=1e-3)
-    assert 1e-2 < stats["grad_norm"] < 100  # of the policy; that of the critic is in the thousands
-
-
-def test_groups_of_one_network_have_one_norm_together():
-    x, y = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
-    x.grad, y.grad = torch.tensor([3.0]), torch.tensor([4.0])
-    assert gradient_step(torch.optim.SGD([{"params": [x]}, {"params": [y], "weight_decay": 0.1}], 1.0), 1.0) == 5.0
-    assert (x.item(), y.item()) == pytest.approx((-0.6, -0.8))
-
-
-def test_an_infinite_max_grad_norm_leaves_the_gradient_alone():
-    policy = tiny_gpt()
+@pytest.mark.parametrize("name", ["returns", "whitened"])
+@pytest.mark.parametrize("value", [inf, nan])
+def test_an_update_that_is_not_finite_stops_before_the_weights_are_touched(name, value):
+    policy, batch, config = credited(5)
     before = weights(policy)
-    stats = update(policy, sgd(policy, 1.0), sampled(policy), settings())
-    assert (weights(policy) - before).norm().item() == pytest.approx(stats["grad_norm"], rel=1e-6)
-
-
-def test_a_learning_rate_of_0_leaves_the_weights_alone():
-    policy = tiny_gpt()
-    before = weights(policy)
-    ppo_update(policy, adamw(policy, 0.0), sampled(policy), settings(epochs=2, minibatches=3))
+    batch[name] = batch[name] + value
+    with pytest.raises(FloatingPointError, match="norm of the gradient is"):
+        ppo_update(policy, sgd(policy, 0.1), batch, config)
     assert torch.equal(weights(policy), before)
 
 
-def without_advantages(policy, ref=None):
-    batch = sampled(policy, ref)
-    return batch | {"advantages": torch.zeros_like(batch["advantages"])}
-
-
-def test_without_advantages_value_loss_or_bonus_nothing_moves():
-    policy, ref = tiny_gpt(), tiny_gpt()
-    before = weights(policy)
-    config = settings(vf_coef=0.0, entropy_coef=0.0, kl_loss_coef=0.0)
-    ppo_update(policy, sgd(policy, 1.0), without_advantages(policy, ref), config)
-    assert_equal(weights(policy), before)
-
-
-def test_the_entropy_bonus_raises_the_entropy():
-    policy = tiny_gpt()
-    batch = without_advantages(policy)
-    tokens, mask = batch["tokens"], batch["mask"]
-    before = masked_mean(evaluate_actions(policy, tokens, mask)[2], mask)
-    ppo_update(policy, sgd(policy, 0.01), batch, settings(vf_coef=0.0, entropy_coef=1.0))
-    assert masked_mean(evaluate_actions(policy, tokens, mask)[2], mask) > before
-
-
-def test_the_kl_loss_pulls_the_policy_to_the_reference():
-    policy, ref = tiny_gpt(), tiny_gpt()
-    batch = without_advantages(policy, ref)
-
-    def distance():
-        logprobs = evaluate_actions(policy, batch["tokens"], batch["mask"])[0]
-        return masked_mean((logprobs - batch["ref_logprobs"]) ** 2, batch["mask"]).item()
-
-    before = distance()
-    ppo_update(policy, sgd(policy, 0.01), batch, settings(vf_coef=0.0, kl_loss_coef=1.0))
-    assert distance() < before
-
-
-def test_the_gradient_of_the_kl_loss_is_on_average_that_of_the_kl():
-    # All responses of one token, weighted by sampling: 4,000 of them stand for the expectation.
-    policy, ref = three_token_gpt(), three_token_gpt()
-    tokens, mask, *_ = generate(policy, [[1]] * 4000, 1)
-    with torch.no_grad():
-        old = [evaluate_actions(model, tokens, mask) for model in (policy, ref)]
-    zeros = torch.zeros_like(old[0][0])
-    batch = {"tokens": tokens, "mask": mask, "logprobs": old[0][0], "ref_logprobs": old[1][0], "values": zeros}
-    batch |= {"advantages": zeros, "returns": zeros}
-    p, q = (model(torch.tensor([[1]]))[0][0, 0].log_softmax(-1) for model in (policy, ref))
-    (p.exp() * (p - q)).sum().backward()
-    exact = torch.cat([p.grad.flatten() if p.grad is not None else torch.zeros_like(p).flatten() for p in policy.parameters()])
-    before = weights(policy)
-    ppo_update(policy, sgd(policy, 1.0), batch, settings(batch_size=4000, vf_coef=0.0, kl_loss_coef=1.0))
-    assert_equal(before - weights(policy), exact, 0.05 * exact.norm().item())
-    assert exact.norm() > 0.1
-
-
-def test_vf_coef_weighs_the_value_loss_and_0_leaves_the_values_untrained():
-    moved = []
-    for vf_coef in (0.0, 0.5, 1.0):
-        torch.manual_seed(0)
-        policy = tiny_gpt()
-        before = policy.value_head.weight.detach().clone()
-        ppo_update(policy, sgd(policy, 1.0), sampled(policy), settings(vf_coef=vf_coef, value_clip=inf))
-        moved.append(policy.value_head.weight.detach() - before)
-    assert not moved[0].any() and moved[1].any()
-    assert_equal(2 * moved[1], moved[2], 1e-5)
-
-
-def test_the_value_clip_of_an_update_is_around_the_values_of_the_rollout():
-    policy = tiny_gpt()
-    batch = sampled(policy)
-    batch["returns"] = batch["values"] + 10.0  # far above: every value wants to rise, and may do so by value_clip
-    batch["advantages"] = torch.zeros_like(batch["advantages"])
-    ppo_update(policy, sgd(policy, 1e-3), batch, settings(epochs=60, value_clip=0.3))
-    step = (evaluate_actions(policy, batch["tokens"], batch["mask"])[1] - batch["values"])[batch["mask"]]
-    assert 0.25 < step.mean() < 0.7  # without the clip, or with one around the values of the step before, it would go on rising
-
-
 def test_no_gradient_reaches_the_reference_or_the_reward_model():
-    policy, ref, scorer = tiny_gpt(), frozen_copy(tiny_gpt()), frozen_copy(tiny_reward_model())
-    before = weights(ref), weights(scorer), weights(policy)
-    for model in (ref, scorer):
-        model.requires_grad_(True)  # frozen or not, nothing may reach them: sampling and scoring build no graph
-    config = settings(epochs=2, kl_loss_coef=0.1, max_new_tokens=6)
+    policy, ref, scorer = tiny_gpt(), tiny_gpt(), tiny_reward_model()
+    before = weights(policy)
+    config = PPOConfig(epochs=2, kl_loss_coef=0.1, max_new_tokens=6)
 
     def score(tokens, mask):
         return scorer(tokens, row_lengths(mask))
 
-    ppo_iteration(policy, ref, score, PROMPTS[:12], sgd(policy, 0.1), config, 0.1)
-    assert all(p.grad is None for model in (ref, scorer) for p in model.parameters())
-    assert torch.equal(weights(ref), before[0]) and torch.equal(weights(scorer), before[1])
-    assert not torch.equal(weights(policy), before[2])
+    batch, _ = ppo_iteration(policy, ref, score, PROMPTS, sgd(policy, 0.1), config, 0.1)
+    assert not gradients(ref).any() and not gradients(scorer).any()
+    assert not any(x.requires_grad for x in batch.values())
+    assert not torch.equal(weights(policy), before)
 
 
-@pytest.mark.parametrize("padding", ["other values", "more columns"])
-def test_padding_changes_neither_the_weights_nor_the_stats_of_an_update(padding):
-    results = []
-    for dirty in (False, True):
-        torch.manual_seed(0)
-        policy, ref = tiny_gpt(), tiny_gpt()
-        batch = sampled(policy, ref)
-        mask, after = batch["mask"], torch.arange(batch["tokens"].shape[1]) > row_lengths(batch["mask"])[:, None] - 1
-        assert after.any()
-        if dirty and padding == "other values":
-            batch = {k: torch.where(mask, x, nan) if x.dim() == 2 and x.is_floating_point() else x for k, x in batch.items()}
-            batch["tokens"] = torch.where(after, 7, batch["tokens"])
-        elif dirty:
-            batch = {k: F.pad(x, (0, 2), value=False if k == "mask" else 5) if x.dim() == 2 else x for k, x in batch.items()}
-        torch.manual_seed(1)
-        config = settings(epochs=2, minibatches=3, kl_loss_coef=0.1, entropy_coef=0.1)
-        stats = update(policy, sgd(policy, 0.1), batch, config)
-        results.append((weights(policy), stats))
-    assert_equal(results[0][0], results[1][0], 1e-6)
-    assert results[1][1] == pytest.approx(results[0][1], rel=1e-5, abs=1e-7)
+def test_the_value_loss_of_a_separate_critic_and_the_policy_loss_do_not_touch_each_other():
+    policy, batch, _ = credited(5)
+    policy = tiny_gpt(separate_critic=True)
+    logprobs, values, entropy = evaluate_actions(policy, batch["tokens"], batch["mask"])
+    values.pow(2).sum().backward(retain_graph=True)
+    assert not gradients(policy.trunk).any() and gradients(policy.critic).any()
+    policy.zero_grad()
+    (logprobs + entropy).sum().backward()
+    assert not gradients(policy.critic).any() and gradients(policy.trunk).any()
 
 
-def test_the_stats_of_an_update_are_means_over_all_tokens_however_they_were_split():
-    def stats_of(minibatches):
-        torch.manual_seed(5)
-        policy, ref = tiny_gpt(), tiny_gpt()
-        batch = sampled(policy, ref)
-        batch["logprobs"] = batch["logprobs"] - 0.3 * batch["advantages"].abs()  # as if steps had been taken already
-        return update(policy, sgd(policy, 0.0), batch, settings(epochs=2, minibatches=minibatches)), batch, policy
-
-    whole, batch, policy = stats_of(1)
-    mask = batch["mask"]
-    assert len(set(mask.sum(1).tolist())) > 2  # responses of several lengths
-    logprobs, _, _ = evaluate_actions(policy, batch["tokens"], mask)
-    expected = policy_loss(logprobs, batch["logprobs"], batch["advantages"], mask, 0.2)[1]
-    assert {name: whole[name] for name in expected} == pytest.approx(expected, rel=1e-4)
-    for minibatches in (3, 5, 12):
-        split, _, _ = stats_of(minibatches)
-        del split["grad_norm"]
-        assert split == pytest.approx({name: whole[name] for name in split}, rel=1e-4)
-
-
-def test_the_stats_of_each_pass_tell_the_passes_apart():
-    policy = tiny_gpt()
-    batch = sampled(policy)
-    passes = ppo_update(policy, torch.optim.Adam(policy.parameters(), 0.003), batch, settings(epochs=4, minibatches=3), 2)
-    tokens = int(batch["mask"].sum())
-    assert len(passes) == 4 and all(one["tokens"] == tokens for one in passes)
-    assert passes[0]["approx_kl"] < passes[1]["approx_kl"] < passes[3]["approx_kl"]
-    assert passes[0]["clip_frac"] <= passes[1]["clip_frac"] <= passes[3]["clip_frac"] and passes[3]["clip_frac"] > 0
-    whole = merge(passes)
-    assert whole["tokens"] == 4 * tokens and whole["ratio_max"] == max(one["ratio_max"] for one in passes)
-    assert whole["policy_loss"] == pytest.approx(sum(one["policy_loss"] for one in passes) / 4)
-
-
-def test_merged_stats_weigh_each_part_by_its_tokens_and_take_the_largest_ratio():
-    parts = [{"tokens": 3, "loss": 1.0, "ratio_max": 1.5}, {"tokens": 1, "loss": 5.0, "ratio_max": 1.2}]
-    assert merge(parts) == {"tokens": 4, "loss": 2.0, "ratio_max": 1.5}
-
-
-@pytest.mark.parametrize("name", ["returns", "advantages"])
-@pytest.mark.parametrize("value", [inf, nan])
-def test_an_update_that_is_not_finite_stops_before_the_weights_are_touched(name, value):
-    policy = tiny_gpt()
-    batch, before = sampled(policy), weights(policy)
-    batch[name] = batch[name] + value
-    with pytest.raises(FloatingPointError, match="norm of the gradient is"):
-        ppo_update(policy, sgd(policy, 0.1), batch, settings())
-    assert torch.equal(weights(policy), before)
-
-
-@pytest.mark.parametrize(
-    "changes", [{"batch_size": 2, "minibatches": 3}, {"batch_size": 8, "kl_horizon": 7}, {"epochs": 0}], ids=str
-)
-def test_settings_that_contradict_each_other_are_refused(changes):
-    with pytest.raises(ValueError, match="batch_size should be between minibatches and kl_horizon"):
-        PPOConfig(**changes)
-
-
-def test_the_clip_fraction_counts_both_sides():
-    logprobs = f64([[0.0, math.log(0.7), math.log(1.3), math.log(1.1)]])
-    _, stats = policy_loss(logprobs, torch.zeros(1, 4).double(), torch.ones(1, 4).double(), marks("xxxx"), 0.2)
-    assert stats["clip_frac"] == pytest.approx(2 / 4)
-
-
-def test_explained_variance_is_1_for_perfect_values_0_for_constant_ones_and_sees_the_mask_only():
+def test_explained_variance_is_1_for_perfect_values_and_0_for_constant_ones():
     returns, mask = f64([[nan, 1, 2], [3, 4, inf]]), marks(".xx", "xx.")
-    assert explained_variance(returns, returns, mask) == pytest.approx(1, abs=1e-6)
-    assert explained_variance(torch.full_like(returns, 7.0), returns, mask) == pytest.approx(0, abs=1e-6)
-    assert explained_variance(-returns, returns, mask) == pytest.approx(-3, abs=1e-6)
-    assert math.isfinite(explained_variance(returns, returns, marks(".x.", "...")))  # a single token has no variance
+    for values, expected in ((returns, 1), (torch.full_like(returns, 7.0), 0), (-returns, -3)):
+        assert explained_variance(values, returns, mask) == pytest.approx(expected, abs=1e-6)
+    assert math.isfinite(explained_variance(returns, returns, marks(".x.", "...")))  # one token
 
 
-def test_what_is_watched_is_what_the_names_say():
-    mask = marks(".xx.", "x...", ".xxx")
-    logprobs, ref_logprobs = noise(3, 4) - 2, noise(3, 4) - 2
-    batch = {"mask": mask, "logprobs": logprobs, "ref_logprobs": ref_logprobs, "values": noise(3, 4), "returns": noise(3, 4)}
-    batch |= {"scores": f64([1.0, 2.0, 6.0]), "ended": torch.tensor([True, False, True])}
-    log_ratio = torch.where(mask, logprobs - ref_logprobs, 0.0)
-    kl, kl_k3 = log_ratio.sum() / 3, ((-log_ratio).exp() - 1 + log_ratio).sum() / 3
+@for_random_batches
+def test_what_is_watched_is_what_the_names_say(seed):
+    batch = random_batch(seed)
+    batch |= credit(batch, PPOConfig(), 0.1)
+    mask, scores, old_logprobs = batch["mask"], batch["scores"], batch["old_logprobs"]
+    log_ratio = torch.where(mask, old_logprobs - batch["ref_logprobs"], 0.0).sum(1)
+    _, k3 = kl_per_response(old_logprobs, batch["ref_logprobs"], mask)
     assert describe(batch, 0.25) == pytest.approx({
-        "score": 3.0, "kl": kl.item(), "kl_k3": kl_k3.item(), "kl_coef": 0.25, "rlhf_reward": 3.0 - 0.25 * kl.item(),
-        "entropy": -(logprobs[mask]).sum().item() / 6, "response_length": 2.0, "eos_rate": 2 / 3,
-        "explained_variance": explained_variance(batch["values"], batch["returns"], mask),
+        "score": scores.mean().item(),
+        "kl": log_ratio.mean().item(),
+        "kl_k3": k3.mean().item(),
+        "kl_coef": 0.25,
+        "rlhf_reward": (scores - 0.25 * log_ratio).mean().item(),
+        "entropy": -old_logprobs.sum().item() / mask.sum().item(),
+        "response_length": mask.sum().item() / len(mask),
+        "eos_rate": batch["ended"].sum().item() / len(mask),
+        "explained_variance": explained_variance(batch["old_values"], batch["returns"], mask),
     })  # fmt: skip
 
 
-def test_an_iteration_is_rollout_rewards_advantages_and_update(monkeypatch):
-    policy, ref = tiny_gpt(), frozen_copy(tiny_gpt())
-    config = settings(max_new_tokens=6, gamma=0.9, lam=0.8, temperature=0.7, kl_coef=123.0)
-    first, calls = frozen_copy(policy), []
-    update = minippo.ppo_update
-
-    def watched(*arguments):
-        calls.append(arguments)
-        return update(*arguments)
-
-    monkeypatch.setattr(minippo, "ppo_update", watched)
+def test_an_iteration_is_rollout_credit_and_update_as_they_are_given():
+    policy, ref, calls = tiny_gpt(), tiny_gpt(), []
+    config = PPOConfig(minibatches=2, epochs=2, max_new_tokens=6, kl_coef=123.0)
     optimizer = sgd(policy, 0.1)
-    batch, stats = ppo_iteration(policy, ref, score_by_length, PROMPTS[:12], optimizer, config, 0.3, micro_batch=5)
-    mask = batch["mask"]
-    with torch.no_grad():
-        logprobs, values, _ = evaluate_actions(first, batch["tokens"], mask, 0.7)
-    rewards = kl_adjusted_rewards(batch["scores"], logprobs, batch["ref_logprobs"], mask, 0.3)  # beta as it is now
-    advantages, returns = gae(rewards, values, mask, 0.9, 0.8)
-    for name, x in {"rewards": rewards, "returns": returns, "advantages": whiten(advantages, mask)}.items():
-        assert_equal(batch[name], x, 1e-9)
-    assert calls == [(policy, optimizer, batch, config, 5)] and not torch.equal(weights(policy), weights(first))
-    assert stats.keys() == describe(batch, 0.3).keys() | {
-        "loss", "policy_loss", "value_loss", "approx_kl", "clip_frac", "ratio_max", "grad_norm", "tokens", "passes"}  # fmt: skip
-    assert len(stats["passes"]) == 1 and stats["passes"][0]["loss"] == stats["loss"]
-    assert stats["kl_coef"] == 0.3 and stats["score"] == pytest.approx(batch["scores"].mean().item())
+
+    def watch(name, function):
+        def watched(*arguments):
+            calls.append((name, *arguments))
+            return function(*arguments)
+
+        return watched
+
+    def other_credit(batch, config, kl_coef):
+        return {name: 2 * x for name, x in credit(batch, config, kl_coef).items()}
+
+    batch, metrics = ppo_iteration(
+        policy,
+        ref,
+        score_by_length,
+        PROMPTS,
+        optimizer,
+        config,
+        0.3,
+        rollout=watch("rollout", rollout),
+        credit=watch("credit", other_credit),
+        loss_of=watch("loss", ppo_loss),
+    )
+    assert [call[0] for call in calls] == ["rollout", "credit", *["loss"] * 4]
+    assert calls[0][1:] == (policy, ref, score_by_length, PROMPTS, config)
+    assert calls[1][2:] == (config, 0.3)  # beta as it is now
+    for name, x in credit(batch, config, 0.3).items():
+        assert torch.equal(batch[name], 2 * x)
+    passes = metrics.pop("passes")
+    assert len(passes) == 2 and metrics == describe(batch, 0.3) | average(passes)
+    assert {"policy_loss", "value_loss", "approx_kl", "clip_frac", "grad_norm"} <= metrics.keys()
 
 
-def test_an_iteration_takes_another_way_to_sample():
-    policy, asked = tiny_gpt(), []
-
-    def other(*arguments):
-        asked.append(arguments)
-        return rollout(*arguments)
-
-    config = settings(max_new_tokens=4)
-    ppo_iteration(policy, policy, score_by_length, PROMPTS[:12], sgd(policy, 0.1), config, 0.1, rollout=other)
-    assert asked == [(policy, policy, score_by_length, PROMPTS[:12], config)]
-
-
-# A critic of its own
-
-
-def test_a_separate_critic_starts_with_the_normalised_scores_of_the_reward_model_and_leaves_the_policy_alone():
-    policy, scorer = tiny_gpt(), frozen_copy(tiny_reward_model())
-    scorer.mean.fill_(0.7), scorer.std.fill_(1.9)
-    before, tokens = weights(scorer), torch.randint(EOS + 1, (3, 6))
-    old_logits = policy(tokens)[0]
-    add_critic(policy, scorer)
-    logits, values = policy(tokens)
-    assert_equal(logits, old_logits)
-    for length in range(1, 7):
-        assert_equal(values[:, length - 1].float(), scorer(tokens, torch.full((3,), length)).float(), 1e-5)
-    assert policy.config.separate_critic and all(p.requires_grad for p in policy.parameters())
-    stir(policy)
-    assert torch.equal(weights(scorer), before)
-
-
-def test_the_value_loss_of_a_separate_critic_does_not_touch_the_policy_nor_the_policy_loss_the_critic():
-    policy = critic_gpt()
-    tokens, mask = torch.randint(EOS + 1, (3, 6)), marks(".xx..", "xxxxx", "...x.")
-    logprobs, values, entropy = evaluate_actions(policy, tokens, mask)
-    values.pow(2).sum().backward(retain_graph=True)
-    assert all(p.grad is None or not p.grad.any() for p in policy.trunk.parameters())
-    assert all(p.grad.any() for p in policy.critic.blocks.parameters())
-    policy.zero_grad()
-    (logprobs + entropy).sum().backward()
-    assert all(p.grad is None or not p.grad.any() for p in policy.critic.parameters())
-    assert policy.trunk.blocks[0].mlp[0].weight.grad.any()
-
-
-def test_a_separate_critic_is_sampled_and_updated_like_any_policy():
-    policy = critic_gpt()
-    before = weights(policy.critic)
-    stats = update(policy, sgd(policy, 0.01), sampled(policy), settings())
-    assert stats["ratio_max"] == pytest.approx(1, abs=1e-5) and not torch.equal(weights(policy.critic), before)
+def test_an_iteration_is_that_of_ppo_where_nothing_else_is_given():
+    seen = []
+    for given in ({}, {"rollout": rollout, "credit": credit, "loss_of": ppo_loss}):
+        torch.manual_seed(0)
+        inputs = (policy := tiny_gpt()), policy, score_by_length, PROMPTS, sgd(policy, 0.1)
+        ppo_iteration(*inputs, PPOConfig(max_new_tokens=6), 0.3, **given)
+        seen.append(weights(policy))
+    assert torch.equal(*seen)
 
 
 # The parts together: a task that PPO must learn
 
 
-def train(beta, steps=40, lr=0.01, separate_critic=False, **changes):
-    """Responses of two tokens, a reward of 1 if the first is 3. -> P(3) for each prompt before and after, and the KL at the end."""
+def train(beta, steps=40, lr=0.01):
+    """Responses of two tokens; the score is 1 if the first is 3. -> P(3) for each prompt before and
+    after, and the KL at the end."""
     policy = GPT(GPTConfig(5, 8, layers=1, heads=1, channels=8)).eval()
-    ref = frozen_copy(policy)
-    if separate_critic:
-        add_critic(policy, RewardModel(policy))
-    prompts = [[0], [1], [2, 0]]
-    optimizer = adamw(policy, lr)
-    config = PPOConfig(batch_size=96, epochs=4, minibatches=2, max_new_tokens=2, missing_eos_penalty=0.0, **changes)
+    ref, prompts = frozen_copy(policy), [[0], [1], [2, 0]]
+    optimizer = torch.optim.AdamW(policy.parameters(), lr)
+    config = PPOConfig(epochs=4, minibatches=2, max_new_tokens=2, missing_eos_penalty=0.0)
 
     def score(tokens, mask):
         return (tokens[torch.arange(96), torch.tensor([1, 1, 2] * 32)] == 3).float()
 
     for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = lr * (1 - step / steps)
-        batch, stats = ppo_iteration(policy, ref, score, prompts * 32, optimizer, config, beta)
+        optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
+        _, stats = ppo_iteration(policy, ref, score, prompts * 32, optimizer, config, beta)
 
     def chance(model):
-        return torch.stack([model(torch.tensor([prompt]))[0][0, -1].softmax(-1)[3] for prompt in prompts]).detach()
+        logits = [model(torch.tensor([prompt]))[0][0, -1] for prompt in prompts]
+        return torch.stack(logits).softmax(-1)[:, 3].detach()
 
     return chance(ref), chance(policy), stats["kl_k3"]
 
 
-@pytest.mark.parametrize("separate_critic", [False, True])
-def test_ppo_learns_to_write_what_is_rewarded(separate_critic):
-    before, after, _ = train(0.02, steps=80, separate_critic=separate_critic)
-    assert before.max() < 0.5 and after.min() > 0.9
-
-
-@pytest.mark.parametrize("beta", [0.5, 1.0])
+@pytest.mark.parametrize("beta", [0.5, 50.0])
 def test_ppo_ends_at_the_best_policy_that_theory_knows(beta):
-    # pi*(y) ~ ref(y) exp(r(y) / beta), so the odds of a first token 3 rise by exp(1 / beta), and nothing else changes.
-    before, after, _ = train(beta)
+    # pi*(y) ~ ref(y) exp(score(y) / beta): the odds of a first token 3 rise by exp(1 / beta).
+    before, after, kl = train(beta)
     odds = before / (1 - before) * math.exp(1 / beta)
     assert_equal(after, odds / (1 + odds), 0.05)
-
-
-def test_with_a_large_beta_the_policy_stays_at_the_reference():
-    before, after, kl = train(50.0)
-    assert_equal(after, before, 0.05)
-    assert kl < 0.05
+    assert kl < 0.05 or beta < 50  # with a large beta the policy stays at the reference
 
 
 # What makes the file what it is
 
 
-def names_bound_by(node):
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        return {node.name}
-    if isinstance(node, (ast.Import, ast.ImportFrom)):
-        return {alias.asname or alias.name.split(".")[0] for alias in node.names}
-    return {name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)}
+def names(node, kind):
+    return {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, kind)}
 
 
 def test_nothing_is_used_before_it_is_defined():
-    later = set()
-    for node in reversed(TREE.body):  # `later`: bound further down, and not (yet seen to be) bound further up
-        bound = names_bound_by(node)
-        local = {arg.arg for arg in ast.walk(node) if isinstance(arg, ast.arg)} | {
-            name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
-        }
-        used = {name.id for name in ast.walk(node) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Load)}
-        later -= bound
-        too_early = (used & later) - local
-        assert not too_early, f"line {node.lineno} uses {sorted(too_early)}, defined further down"
-        later |= bound
+    bound = [{node.name} if hasattr(node, "name") else names(node, ast.Store) for node in TREE.body]
+    for i, node in enumerate(TREE.body):
+        local = names(node, ast.Store) | {x.arg for x in ast.walk(node) if isinstance(x, ast.arg)}
+        later = set().union(*bound[i + 1 :]) - set().union(*bound[: i + 1])
+        assert not names(node, ast.Load) & later - local
 
 
 def test_the_file_needs_nothing_but_torch_and_the_standard_library():
-    modules = set()
-    for node in ast.walk(TREE):
-        if isinstance(node, ast.Import):
-            modules |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0
-            modules.add(node.module.split(".")[0])
+    source = ast.unparse(TREE)
+    modules = set(re.findall(r"^\s*(?:import|from) (\w+)", source, re.M))
     assert modules - sys.stdlib_module_names == {"torch"}
 
 
-def test_the_file_is_read_in_one_sitting():
-    lines = SOURCE.splitlines()
-    docstrings = set()
-    for node in ast.walk(TREE):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
-            docstrings |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-        if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno - node.lineno < 40, node.name
-    code = [n for n, line in enumerate(lines, 1) if line.strip() and not line.strip().startswith("#") and n not in docstrings]
-    assert len(lines) <= 700 and len(code) <= 410 and max(map(len, lines)) <= 100
-    (loss,) = [node.lineno for node in TREE.body if getattr(node, "name", "") == "reward_model_loss"]
-    assert loss < 330
+def test_functions_of_tensors_can_be_pasted_elsewhere_with_torch_and_those_that_they_call():
+    functions = {node.name: node for node in TREE.body if isinstance(node, ast.FunctionDef)}
+    lines = [functions[name].lineno for name in ("check_mask", "adapt_kl_coef")]
+    of_tensors = [f for f in functions.values() if lines[0] <= f.lineno <= lines[1]]
+    assert len(of_tensors) == 16
+    for function in of_tensors:
+        local = names(function, ast.Store) | {
+            x.arg for x in ast.walk(function) if isinstance(x, ast.arg)
+        }
+        free = names(function, ast.Load) - local - set(dir(builtins)) - {"torch"}
+        assert free <= {f.name for f in of_tensors}, function.name
 
 
-def test_the_file_ends_with_the_loop_of_one_iteration_and_an_example_of_it():
-    assert [node.name for node in TREE.body if isinstance(node, ast.FunctionDef)][-3:] == ["ppo_iteration", "trace", "main"]
+# The example
 
 
-COPIED = {
-    "check_mask": lambda f: f(marks("x."), noise(1, 2)),
-    "row_lengths": lambda f: f(marks(".xx", "x..")),
-    "response_mask": lambda f: f(torch.tensor([1, 2]), torch.tensor([3, 4]), 5),
-    "kl_per_response": lambda f: f(noise(2, 3), noise(2, 3), marks(".xx", "x..")),
-    "explained_variance": lambda f: f(noise(2, 3), noise(2, 3), marks(".xx", "x..")),
-    "adapt_kl_coef": lambda f: f(0.1, 5.0, 6.0, 128, 1e4),
-    "gather_logprobs": lambda f: f(noise(2, 3, 5), torch.randint(5, (2, 3)), 0.7),
-    "masked_mean": lambda f: f(noise(2, 3), marks(".xx", "x..")),
-    "whiten": lambda f: f(noise(2, 3), marks(".xx", "x..")),
-    "frozen_copy": lambda f: weights(f(tiny_gpt().train())),
-    "evaluate_actions": lambda f: f(tiny_gpt(), torch.randint(EOS + 1, (2, 4)), marks(".xx", "x.."), 0.7),
-    "reward_model_loss": lambda f: f(noise(5), noise(5)),
-    "kl_adjusted_rewards": lambda f: f(noise(2), noise(2, 3), noise(2, 3), marks(".xx", "x.."), 0.1),
-    "gae": lambda f: f(noise(2, 3), noise(2, 3), marks(".xx", "x.."), 0.9, 0.8),
-    "policy_loss": lambda f: f(noise(2, 3), noise(2, 3), noise(2, 3), marks(".xx", "x.."), 0.2),
-    "value_loss": lambda f: f(noise(2, 3), noise(2, 3), noise(2, 3), marks(".xx", "x.."), 0.2),
-}
-
-
-@pytest.mark.parametrize("name", COPIED)
-def test_a_function_copied_elsewhere_works_with_import_torch_alone(name):
-    torch.manual_seed(0)
-    needed, source = [name], "import torch\n"
-    for function in needed:  # grows while it is read: the other functions of this list that one names come along
-        text = inspect.getsource(getattr(minippo, function))
-        used = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
-        needed += [other for other in COPIED if other in used and other not in needed]
-        source += text
-    namespace = {}
-    exec(source, namespace)
-    results = []
-    for function in (getattr(minippo, name), namespace[name]):
-        torch.manual_seed(0)
-        results.append(COPIED[name](function))
-    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+def test_a_trace_is_the_table_of_the_drawing_turned_round():
+    batch, rows = drawn_batch(), drawing()
+    batch |= credit(batch, PPOConfig(), 0.1)
+    head, *lines = trace(batch, 0, rows["tokens"].__getitem__)
+    titles = ["log pi", "log ref", "KL", "reward", "value", "advantage", "return", "whitened"]
+    assert head == "".join(f"{title:>10}" for title in ["action", *titles])
+    for t, line in enumerate(lines, 1):
+        cells = [rows["action"][t], *(f"{rows[title][t]:.2f}" for title in titles)]
+        assert line == "".join(f"{cell:>10}" for cell in cells)
+    assert len(lines) == 3
+    batch["rewards"] = f64([[0, -1e-9, 0, 0, 0]])
+    assert "-0.00" not in trace(batch, 0, str)[1]  # of what rounds to zero, no sign is shown
 
 
 @pytest.fixture(scope="module")
@@ -1340,26 +1131,26 @@ def printed():
     """What `python minippo.py` prints where there is nothing but torch."""
     run = f"runpy.run_path({minippo.__file__!r}, run_name='__main__')"
     code = f"import runpy, sys; sys.modules.update(numpy=None, tiktoken=None); {run}"
-    return subprocess.check_output([sys.executable, "-W", "ignore", "-c", code], encoding="utf-8").splitlines()
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.check_output(command, env=one_thread, encoding="utf-8").splitlines()
 
 
 def test_the_example_learns_what_its_score_function_likes(printed):
-    scores = [float(line.split("score")[1].split()[0]) for line in printed if line.startswith("iteration")]
-    assert len(scores) == 6 and scores[0] < 0 and min(scores[2:]) > 3
-    words = printed[5].split()[-3:]
-    turns = [(a in "aeiou") != (b in "aeiou") for word in words for a, b in itertools.pairwise(word)]
+    found = [re.match(r"iteration +(\d+)  score +(\S+) ", line) for line in printed[:6]]
+    assert [int(x[1]) for x in found] == [1, 21, 41, 61, 81, 100]
+    scores = [float(x[2]) for x in found]
+    assert scores[0] < 0 and min(scores[2:]) > 3 and scores[-1] > 3.5
+    words = printed[5].split()[-4:]
+    assert all(word.isalpha() and len(word) <= 9 for word in words)
+    turns = [(a in "aeiou") != (b in "aeiou") for w in words for a, b in itertools.pairwise(w)]
     assert sum(turns) > 0.8 * len(turns)
 
 
-def test_the_example_shows_one_response_token_by_token(printed):
-    head, *rows = printed[6:]
-    names = ["action", "log pi", "log ref", "KL", "reward", "value", "advantage", "return", "whitened"]
-    assert head.split() == " ".join(names).split()
-    table = [dict(zip(names[1:], map(float, row.split()[1:]), strict=True)) for row in rows]
-    for row in table:
-        assert row["KL"] == pytest.approx(row["log pi"] - row["log ref"], abs=0.011)
-        assert row["advantage"] == pytest.approx(row["return"] - row["value"], abs=0.011)
-    for row, later in itertools.pairwise(table):
-        assert row["reward"] == pytest.approx(-0.1 * row["KL"], abs=0.006)
-        assert row["return"] == pytest.approx(row["reward"] + later["return"], abs=0.011)
-    assert rows[-1].split()[0] == "<eos>" and table[-1]["reward"] == table[-1]["return"] > 1
+def test_the_example_ends_with_one_response_token_by_token(printed):
+    titles, *rows = printed[6:]
+    assert titles.split()[0] == "action" and 1 <= len(rows) <= 8
+    table = [list(map(float, row.split()[1:])) for row in rows]
+    for (_, _, kl, reward, *_), later in itertools.zip_longest(table, table[1:]):
+        assert later is None or reward == pytest.approx(-0.1 * kl, abs=0.006)
+    assert rows[-1].split()[0] == "<eos>" and table[-1][3] == table[-1][6] > 1

@@ -1,212 +1,253 @@
-"""The specification of plumbing/training.py and plumbing/settings.py. Run: python -m pytest tests/test_training.py"""
+"""The specification of plumbing/training.py, and of plumbing/settings.py where it decides how a run
+computes. Run: python -m pytest tests/test_training.py"""
 
 import inspect
-import itertools
-import math
-from dataclasses import fields
+import sys
+from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import minippo
-import sample
-import train_ppo
-import train_rm
-import train_sft
-from minippo import GPTConfig, PPOConfig, generate
+from minippo import GPTConfig, PPOConfig, evaluate_actions, frozen_copy, generate, ppo_loss
 from plumbing import fast, settings
-from plumbing.settings import LIMITS, RunConfig, explanations
+from plumbing.errors import UserError
+from plumbing.settings import RunConfig, explanations
 from plumbing.training import (
-    FitConfig, adamw, add_critic, batches, first_model, full_batches, join, length, pair_scores, rollout_in_pieces, set_lr, some,
-)  # fmt: skip
-from tiny import assert_equal, noise, tiny_gpt, tiny_reward_model
-from variations import best_of_n, dpo, ensemble, grpo, iterate, ppo_penalty, reinforce, rloo, sequence_ppo
+    FitConfig,
+    adamw,
+    add_critic,
+    batch_of,
+    first_model,
+    join_batches,
+    loss_in_pieces,
+    pair_scores,
+    rollout_in_pieces,
+    set_lr,
+    split_batch,
+    spread_over,
+)
+from tiny import (
+    EOS,
+    assert_equal,
+    gradients,
+    noise,
+    random_batch,
+    stir,
+    tiny_gpt,
+    tiny_reward_model,
+    weights,
+)
+
+
+def test_a_run_is_as_long_as_its_epochs_say_or_else_its_steps():
+    assert FitConfig(epochs=3, batch_size=10).steps(21) == 7  # 63 rows
+    assert FitConfig(max_steps=70).steps(21) == 70
+    assert FitConfig() == FitConfig(0, 1300, 64, 0, 1e-3, 20, 0.0, 1.0)
+
+
+def test_the_first_model_has_the_vocabulary_of_its_rows(monkeypatch, capsys):
+    shape = GPTConfig(1024, 16, 1, 2, 8, dropout=0.1)
+    model, tokenizer = first_model([("ab ab", " ab ab")] * 3, shape, "")
+    assert tokenizer.encode("ab ab") == [256, 257]
+    assert model.config == replace(shape, vocab_size=259) and tokenizer.vocab_size == 259
+    assert "vocabulary of 259 tokens" in capsys.readouterr().out
+    hf = SimpleNamespace(read_gpt2=lambda source, dropout: (source, dropout))
+    monkeypatch.setitem(sys.modules, "plumbing.hf", hf)
+    assert first_model([], shape, "gpt2") == ("gpt2", 0.1)
+
+
+def test_a_separate_critic_starts_with_the_scores_of_the_reward_model():
+    policy, scorer = tiny_gpt(), frozen_copy(tiny_reward_model())
+    scorer.mean.fill_(0.7), scorer.std.fill_(1.9)
+    tokens, before = torch.randint(EOS + 1, (3, 6)), weights(scorer)
+    logits = policy(tokens)[0]
+    add_critic(policy, scorer)
+    assert_equal(policy(tokens)[0], logits)
+    for length in range(1, 7):
+        scores = scorer(tokens, torch.full((3,), length))
+        assert_equal(policy(tokens)[1][:, length - 1], scores)
+    assert policy.config.separate_critic and all(p.requires_grad for p in policy.parameters())
+    critic = stir(policy).critic
+    assert torch.equal(weights(scorer), before)
+    add_critic(policy, None)  # of an earlier round: it goes on
+    assert policy.critic is critic
+    with pytest.raises(UserError, match="starts from the reward model, and with --reward"):
+        add_critic(tiny_gpt(), None)
+
 
 # Batches
 
 
-@pytest.mark.parametrize("rows, batch_size", [(1, 64), (5, 64), (64, 64), (65, 64), (130, 4)])
-def test_every_row_comes_once_per_pass_also_when_there_are_fewer_than_a_batch(rows, batch_size):
-    count = math.ceil(rows / batch_size)
-    stream = batches(rows, batch_size, seed=3)
-    passes = [list(itertools.islice(stream, count)) for _ in range(3)]
-    for one in passes:
-        assert sorted(itertools.chain.from_iterable(one)) == list(range(rows))
-        assert all(0 < len(numbers) <= batch_size for numbers in one)
-    assert list(itertools.islice(batches(rows, batch_size, seed=3), 3 * count)) == sum(passes, [])
-    if rows >= 5:
-        assert passes[0] != passes[1] and list(itertools.islice(batches(rows, batch_size, seed=4), count)) != passes[0]
-
-
-@pytest.mark.parametrize("rows, batch_size", [(1, 4), (5, 3), (6, 3), (3, 10)])
-def test_full_batches_are_full_and_see_every_row_once_before_any_comes_again(rows, batch_size):
-    got = list(itertools.islice(full_batches(rows, batch_size, seed=3), 3 * rows))
+@pytest.mark.parametrize("count, batch_size", [(1, 4), (5, 3), (6, 3), (3, 10), (20, 7)])
+def test_batches_are_full_and_every_row_comes_once_in_a_pass(count, batch_size):
+    rows = [f"row {i}" for i in range(count)]
+    got = [batch_of(rows, step, batch_size, seed=3) for step in range(3 * count)]
     assert all(len(batch) == batch_size for batch in got)
     stream = sum(got, [])
-    for i in range(0, len(stream) - rows + 1, rows):
-        assert sorted(stream[i : i + rows]) == list(range(rows))
-    assert got == list(itertools.islice(full_batches(rows, batch_size, seed=3), 3 * rows))
+    passes = [stream[i : i + count] for i in range(0, len(stream), count)]
+    assert all(sorted(one) == sorted(rows) for one in passes)
+    if count == 20:
+        assert len(set(map(tuple, passes))) == len(passes)
+        assert passes[0] != batch_of(rows, 0, 20, seed=4)
+    assert got[2] == batch_of(rows, 2, batch_size, seed=3)  # a step knows its batch
 
 
-def test_each_pair_gets_the_scores_of_its_own_two_answers():
+@pytest.mark.parametrize("count, n, places", [(10, 10, 1), (10, 5, 2), (11, 5, 3), (3, 5, 1)])
+def test_rows_are_spread_over_all(count, n, places):
+    assert spread_over(list(range(count)), n) == list(range(0, count, places))
+
+
+def test_a_pair_gets_the_scores_of_its_two_answers():
     model = tiny_reward_model()
-    rows = [tuple(torch.randint(11, (int(n),)).tolist() for n in torch.randint(1, 5, (3,))) for _ in range(20)]
-    chosen, rejected = pair_scores(model, rows, "cpu")
-    for i, (prompt, *answers) in enumerate(rows):
-        for score, answer in zip((chosen[i], rejected[i]), answers, strict=True):
-            assert_equal(score, model(torch.tensor([prompt + answer]), torch.tensor([len(prompt + answer)]))[0], 1e-10)
-
-
-def test_joined_batches_have_the_rows_of_the_parts_padded_on_the_right():
-    one = {"tokens": torch.tensor([[1, 2]]), "mask": torch.tensor([[True]]), "scores": torch.tensor([0.5])}
-    two = {"tokens": torch.tensor([[3, 4, 5], [6, 7, 8]]), "mask": torch.tensor([[True, True], [False, True]])}
-    whole = join([one, two | {"scores": torch.tensor([1.5, 2.5])}])
-    assert whole["tokens"].tolist() == [[1, 2, 0], [3, 4, 5], [6, 7, 8]] and whole["scores"].tolist() == [0.5, 1.5, 2.5]
-    assert whole["mask"].tolist() == [[True, False], [True, True], [False, True]] and whole["mask"].dtype == torch.bool
-
-
-@pytest.mark.parametrize("size, sizes", [(0, [5]), (2, [2, 2, 1]), (5, [5]), (9, [5])])
-def test_a_rollout_in_pieces_is_that_of_the_whole_batch(monkeypatch, size, sizes):
-    policy, ref, seen = tiny_gpt(), tiny_gpt(), []
-    prompts = [[1, 2, 3], [4], [5, 6], [7, 8], [9]]
-    tokens, mask, *more = generate(policy, prompts, 6)
-    sampled = {tuple(prompt): [x[i : i + 1] for x in (tokens, mask, *more)] for i, prompt in enumerate(prompts)}
-
-    def replay(policy, rows, *settings):
-        seen.append(len(rows))
-        tokens, *more = (torch.cat(x) for x in zip(*(sampled[tuple(row)] for row in rows), strict=True))
-        columns = int(minippo.row_lengths(more[0]).max())  # as many as these rows need
-        return tokens[:, :columns], *(x[:, : columns - 1] for x in more)
-
-    def score(tokens, mask):
-        return -mask.sum(1).double()
-
-    monkeypatch.setattr(fast, "generate", replay)
-    whole = minippo.rollout(policy, ref, score, prompts, PPOConfig(), replay)
-    seen.clear()
-    pieces = rollout_in_pieces(size)(policy, ref, score, prompts, PPOConfig())
-    assert seen == sizes and list(pieces) == list(whole)
-    for name, x in whole.items():
-        assert_equal(pieces[name], x)
-
-
-def test_what_training_will_compare_with_can_be_computed_again(monkeypatch):
-    policy, config = tiny_gpt(), PPOConfig(temperature=0.7)
-    rounded = []
-
-    def coarse(*args):
-        tokens, mask, logprobs, values = generate(*args)
-        rounded.append((logprobs, values))
-        return tokens, mask, logprobs + 0.01 * mask, values + 0.01 * mask
-
-    monkeypatch.setattr(fast, "generate", coarse)
-    for again, off in ((False, 0.01), (True, 0.0)):
-        batch = rollout_in_pieces(0, again)(policy, tiny_gpt(), lambda tokens, mask: mask.sum(1).double(), [[1], [2, 3]], config)
-        for name, exact in zip(("logprobs", "values"), rounded[-1], strict=True):
-            assert_equal(batch[name], exact + off * batch["mask"], 1e-9)
-            assert not batch[name].requires_grad
+    lengths = torch.randint(1, 5, (20, 3)).tolist()
+    rows = [tuple(torch.randint(11, (n,)).tolist() for n in row) for row in lengths]
+    for scores, place in zip(pair_scores(model, rows, "cpu"), (1, 2), strict=True):
+        for score, row in zip(scores, rows, strict=True):
+            ids = row[0] + row[place]
+            assert_equal(score, model(torch.tensor([ids]), torch.tensor([len(ids)]))[0])
 
 
 # Optimizer and learning rate
 
 
-def test_the_optimizer_holds_every_parameter_once_and_a_separate_critic_apart():
-    policy = tiny_gpt()
-    add_critic(policy, tiny_reward_model())
-    groups = adamw(policy, 0.1, critic_lr=0.02).param_groups
-    names = {id(p): name for name, p in policy.named_parameters()}
-    actor, critic = ({names[id(p)] for g in groups if g["network"] == name for p in g["params"]} for name in ("policy", "critic"))
-    assert critic == {name for name in names.values() if name.startswith(("critic.", "value_head."))}
-    assert actor == set(names.values()) - critic and sum(len(group["params"]) for group in groups) == len(names)
-    assert groups[0]["network"] == "policy"  # the one whose gradient norm and learning rate are reported
-    assert {(g["network"], g["peak"], g["lr"]) for g in groups} == {("policy", 0.1, 0.1), ("critic", 0.02, 0.1)}
-    assert {g["peak"] for g in adamw(policy, 0.1).param_groups} == {0.1}  # a critic of no learning rate of its own has the policy's
-    assert all(g["betas"] == (0.9, 0.95) and g["fused"] for g in groups)
+def groups_of(model, *arguments, **more):
+    """{name of a parameter: its group}"""
+    optimizer = adamw(model, *arguments, **more)
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = [(names[id(p)], group) for group in optimizer.param_groups for p in group["params"]]
+    assert len(found) == len(names) == len(dict(found))  # every parameter once
+    return optimizer, dict(found)
 
 
-def test_the_value_head_on_the_policys_trunk_has_a_learning_rate_of_its_own_but_no_norm():
-    policy = tiny_gpt()
-    groups = adamw(policy, 0.1, head_lr=30.0, eps=1e-4).param_groups
-    names = {id(p): name for name, p in policy.named_parameters()}
-    peaks = {names[id(p)]: (g["network"], g["peak"], g["eps"]) for g in groups for p in g["params"]}
-    assert sum(len(group["params"]) for group in groups) == len(names) == len(peaks)
-    for name, (network, peak, eps) in peaks.items():
-        assert network == "policy" and eps == 1e-4
-        assert peak == pytest.approx(3.0 if name.startswith("value_head") else 0.1)
-    assert all(g["eps"] == 1e-8 and g["peak"] == 0.1 for g in adamw(policy, 0.1).param_groups)
-    add_critic(policy, tiny_reward_model())
-    assert {g["peak"] for g in adamw(policy, 0.1, critic_lr=0.2, head_lr=30.0).param_groups} == {0.1, 0.2}
-    reward_model = tiny_reward_model()
-    assert sum(len(g["params"]) for g in adamw(reward_model, 0.1).param_groups) == len(list(reward_model.parameters()))
+@pytest.mark.parametrize("separate_critic", [False, True])
+@pytest.mark.parametrize("critic_lr", [0.0, 0.02])
+def test_value_head_and_critic_have_learning_rates_of_their_own(separate_critic, critic_lr):
+    policy = tiny_gpt(separate_critic=separate_critic)
+    optimizer, groups = groups_of(policy, 0.1, 0.3, critic_lr, 30.0, 1e-4)
+    assert set_lr(optimizer, 0.5) == pytest.approx(0.05)
+    for name, group in groups.items():
+        peak = 0.1
+        if separate_critic and name.startswith(("critic", "value_head")):
+            peak = critic_lr or 0.1
+        elif name.startswith("value_head"):
+            peak = 3.0
+        assert (group["peak"], group["lr"]) == pytest.approx((peak, 0.5 * peak))
+        assert group["weight_decay"] == (0.0 if "norm" in name or name.endswith("bias") else 0.3)
+        assert group["eps"] == 1e-4 and group["betas"] == (0.9, 0.95) and group["fused"]
 
 
-def test_weights_decay_and_norms_and_biases_do_not():
-    policy = tiny_gpt()
-    names = {id(p): name for name, p in policy.named_parameters()}
-    groups = adamw(policy, 0.1, weight_decay=0.3).param_groups
-    decay = {names[id(p)]: group["weight_decay"] for group in groups for p in group["params"]}
-    assert decay.keys() == set(names.values())
-    for name, share in decay.items():
-        assert share == (0.0 if name.endswith("bias") or "norm" in name else 0.3)
+def test_the_defaults_of_the_optimizer_are_one_learning_rate_and_no_decay():
+    for model in (tiny_gpt(separate_critic=True), tiny_gpt(), tiny_reward_model()):
+        _, groups = groups_of(model, 0.1)
+        found = {(g["peak"], g["lr"], g["weight_decay"], g["eps"]) for g in groups.values()}
+        assert found == {(0.1, 0.1, 0.0, 1e-8)}
 
 
-def test_every_group_gets_its_share_of_its_own_peak():
-    policy = tiny_gpt()
-    add_critic(policy, tiny_reward_model())
-    optimizer = adamw(policy, 1.0, critic_lr=0.2)
-    assert set_lr(optimizer, 0.5) == 0.5
-    assert {(group["network"], group["lr"]) for group in optimizer.param_groups} == {("policy", 0.5), ("critic", 0.1)}
+# Pieces
 
 
-def test_a_run_is_as_long_as_its_epochs_or_as_its_validation_loss_wants_it():
-    assert length(FitConfig(epochs=3, batch_size=10, warmup=4), 21) == (9, 4, False)
-    assert length(FitConfig(max_steps=70, warmup=4), 21) == (70, 4, True)
+def loss_of_responses(policy, batch, config):
+    """A loss that is a mean over responses, not over tokens."""
+    logprobs, _, _ = evaluate_actions(policy, batch["tokens"], batch["mask"])
+    per_row = logprobs.sum(1) * batch["scores"]
+    stats = {"ratio_max": per_row.max().item(), "least": per_row.mean().item() ** 2}
+    return per_row.mean(), {"loss": per_row.mean().item(), "count": len(per_row), **stats}
 
 
-def test_the_first_model_has_the_vocabulary_of_its_rows(capsys):
-    torch.manual_seed(1)
-    model, tokenizer = first_model([("ab ab", " ab ab")] * 3, GPTConfig(1024, 16, 1, 2, 8, dropout=0.1), "")
-    assert tokenizer.encode("ab ab") == [256, 257] and model.config.vocab_size == tokenizer.vocab_size == 259
-    assert (model.config.context, model.config.layers, model.config.dropout) == (16, 1, 0.1)
-    assert "vocabulary of 259 tokens" in capsys.readouterr().out
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("loss_of", [ppo_loss, loss_of_responses])
+def test_the_loss_its_gradient_and_its_stats_are_the_same_in_pieces(seed, loss_of):
+    config = PPOConfig(entropy_coef=0.1, kl_loss_coef=0.3, vf_coef=0.5)
+    policy, batch = tiny_gpt(), random_batch(seed)
+    batch |= minippo.credit(batch, config, 0.1)
+    seen = []
+    for size in (0, 1, 2, 4, 100):
+        policy.zero_grad()
+        loss, stats = loss_in_pieces(loss_of, size)(policy, batch, config)
+        loss.backward()
+        stats.pop("least", None)  # a square: no mean over rows
+        seen.append((loss.item(), gradients(policy).clone(), stats))
+    for loss, gradient, stats in seen[1:]:
+        assert loss == pytest.approx(seen[0][0])
+        assert_equal(gradient, seen[0][1], 1e-10)
+        assert stats == pytest.approx(seen[0][2])
+    assert loss_in_pieces(ppo_loss, 0) is ppo_loss
 
 
-def test_a_first_model_that_is_a_gpt2_has_the_dropout_that_was_asked_for(monkeypatch):
-    monkeypatch.setattr("plumbing.hf.read_gpt2", lambda source, dropout: (source, dropout))
-    assert first_model([], GPTConfig(dropout=0.3), "gpt2") == ("gpt2", 0.3)
+def test_an_update_in_pieces_ends_at_the_same_weights():
+    ends, config = [], PPOConfig(epochs=2, minibatches=2, entropy_coef=0.1)
+    for size in (0, 1, 2):
+        torch.manual_seed(0)
+        policy, batch = tiny_gpt(), random_batch(5)
+        batch |= minippo.credit(batch, config, 0.1)
+        optimizer = torch.optim.SGD(policy.parameters(), 0.1)
+        passes = minippo.ppo_update(
+            policy, optimizer, batch, config, loss_in_pieces(ppo_loss, size)
+        )
+        ends.append((weights(policy), passes))
+    for end, passes in ends[1:]:
+        assert_equal(end, ends[0][0], 1e-9)
+        assert all(a == pytest.approx(b) for a, b in zip(passes, ends[0][1], strict=True))
 
 
-@pytest.mark.parametrize("count, n, rest", [
-    (10, 10, [*range(10)]), (10, 5, [0, 2, 4, 6, 8]), (11, 5, [0, 3, 6, 9]), (3, 5, [0, 1, 2]),
-])  # fmt: skip
-def test_some_rows_are_spread_over_all(count, n, rest):
-    assert some(list(range(count)), n) == rest
+@pytest.mark.parametrize("seed", range(20))
+def test_a_batch_is_split_and_joined_without_loss(seed):
+    batch, other = random_batch(seed), random_batch(seed + 20)
+    for size, x in ((2, batch), (4, batch), (100, batch)):
+        pieces = split_batch(x, size)
+        assert all(len(piece["scores"]) <= size for piece in pieces)
+        assert all(len(piece["scores"]) == size for piece in pieces[:-1])
+        assert all(torch.equal(y, x[name]) for name, y in join_batches(pieces).items())
+    joined, rows = join_batches([batch, other]), len(batch["scores"])
+    assert joined.keys() == batch.keys()
+    for name, x in joined.items():
+        for part, source in ((x[:rows], batch[name]), (x[rows:], other[name])):
+            width = source.shape[-1]
+            assert part.dtype == source.dtype and torch.equal(part[..., :width], source)
+            assert x.dim() == 1 or not part[:, width:].any()  # padded on the right
+    assert split_batch([1, 2, 3, 4, 5], 2) == [[1, 2], [3, 4], [5]]
 
 
-# Flags
+@pytest.mark.parametrize("size, sizes", [(0, [5]), (2, [2, 2, 1]), (9, [5])])
+@pytest.mark.parametrize("second_scoring", [False, True])
+def test_a_rollout_in_pieces_is_one_rollout(monkeypatch, size, sizes, second_scoring):
+    policy, ref, seen = tiny_gpt(), tiny_gpt(), []
+    prompts, config = [[1, 2, 3], [4], [5, 6], [7, 8], [9]], PPOConfig(6, temperature=0.7)
+
+    def coarse(policy, prompts, *settings):
+        """A sampler without chance, whose numbers are a little off, as those of bfloat16."""
+        seen.append(len(prompts))
+        draw = {"draw": lambda logits: (logits * 1e3).sin().argmax(-1)}
+        tokens, mask, logprobs, values = generate(policy, prompts, *settings, **draw)
+        return tokens, mask, logprobs + 0.01 * mask, values + 0.01 * mask
+
+    def score(tokens, mask):
+        return -mask.sum(1).double()
+
+    monkeypatch.setattr(fast, "generate", coarse)
+    whole = minippo.rollout(policy, ref, score, prompts, config, coarse)
+    seen.clear()
+    batch = rollout_in_pieces(size, second_scoring)(policy, ref, score, prompts, config)
+    assert seen == sizes and batch.keys() == whole.keys()
+    for name, x in whole.items():
+        off = 0.01 * (second_scoring and name in ("old_logprobs", "old_values"))
+        assert_equal(batch[name], x - off * whole["mask"] if off else x)
+        assert not batch[name].requires_grad
 
 
-VARIATIONS = (reinforce.ReinforceConfig, rloo.RLOOConfig, grpo.GRPOConfig, sequence_ppo.SequenceConfig, ppo_penalty.PenaltyConfig,
-              best_of_n.BestConfig, dpo.DPOConfig, ensemble.EnsembleConfig, iterate.IterateConfig)  # fmt: skip
-CLASSES = (RunConfig, GPTConfig, PPOConfig, FitConfig, train_sft.InitConfig, train_rm.AnswerConfig, train_ppo.StageConfig,
-           sample.SampleConfig, *VARIATIONS)  # fmt: skip
+# How a run computes
 
 
-@pytest.mark.parametrize("owner", CLASSES)
-def test_every_setting_is_explained_behind_it_and_every_number_has_limits_that_its_default_keeps(owner):
-    texts = explanations(owner)
-    assert texts.keys() == {field.name for field in fields(owner)}
-    for field in fields(owner):
-        if field.type in (int, float):
-            low, high = (*LIMITS[field.name], math.inf)[:2]
-            assert low <= field.default <= high
-    # The explanation is the comment on the same line, all of it.
-    for name, text in texts.items():
-        assert any(line.strip().startswith(f"{name}:") and line.endswith(f"  # {text}")
-                   for line in inspect.getsource(owner).splitlines())  # fmt: skip
-
-
-# How the networks are computed
+def test_every_setting_is_explained_and_its_default_is_in_its_range():
+    for owner in (RunConfig, GPTConfig, PPOConfig, FitConfig):
+        source, texts = inspect.getsource(owner).splitlines(), explanations(owner)
+        assert texts.keys() == {field.name for field in fields(owner)}
+        for field in fields(owner):
+            text, low, high = texts[field.name]
+            assert field.type not in (int, float) or low <= field.default <= high
+            assert any(line.endswith(f"  # {text}") for line in source)
 
 
 @pytest.fixture
@@ -217,19 +258,12 @@ def locks():
         settings.LOCKS.pop().close()
 
 
-@pytest.mark.parametrize("flags, how", [
-    ({}, {"dtype": None, "recompute": False}),
-    ({"dtype": "bfloat16"}, {"dtype": torch.bfloat16, "recompute": False}),
-    ({"grad_checkpoint": True}, {"dtype": None, "recompute": True}),
-], ids=str)  # fmt: skip
-def test_the_scripts_compute_fast_and_as_the_flags_say(tmp_path, locks, flags, how):
-    settings.prepare(RunConfig(device="cpu", out=tmp_path, **flags))
-    assert minippo.Trunk.forward is not fast.PLAIN and how == fast.HOW
-
-
-def test_the_seed_decides_all_random_numbers(tmp_path, locks):
+def test_the_seed_and_the_flags_decide_how_a_run_computes(tmp_path, locks):
     draws = []
-    for seed in (7, 7, 8):
-        settings.prepare(RunConfig(device="cpu", out=tmp_path / str(len(draws)), seed=seed))
+    for seed, flags in ((7, {}), (7, {"dtype": "bfloat16"}), (8, {"grad_checkpoint": True})):
+        settings.prepare(RunConfig(device="cpu", out=tmp_path, seed=seed, **flags))
+        dtype = torch.bfloat16 if "dtype" in flags else None
+        expected = {"dtype": dtype, "recompute": "grad_checkpoint" in flags, "installed": True}
+        assert fast.OPTIONS == expected
         draws.append(noise(3).tolist())
     assert draws[0] == draws[1] != draws[2]

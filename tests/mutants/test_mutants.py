@@ -1,9 +1,12 @@
-"""Put each bug of the two lists back, one at a time, and demand that the test named there fails. Run: make mutants
+"""Put each bug of the *_mutants.py files and of catalogue.py back, one at a time, and demand that the
+test named there fails. Run: make mutants
 
-Each mutant is a copy of the project in a temporary folder. Its test runs in a fork of this process, which has imported torch
-already but nothing of the project; that takes a second where a new interpreter would take three.
+Each mutant is a copy of the project in a temporary folder. Its test runs in a fork of this process,
+which has imported torch already but nothing of the project: that takes a second where a new
+interpreter would take three.
 """
 
+import importlib
 import os
 import shutil
 import sys
@@ -11,29 +14,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from catalogue import MUTANTS
-from data_mutants import DATA_MUTANTS
+from catalogue import MUTANTS, Mutant
 
-MUTANTS = [*MUTANTS, *DATA_MUTANTS]
-ROOT = Path(__file__).parents[2]
-SOURCES = [
-    *(path.name for path in ROOT.glob("*.py")),
-    "pyproject.toml",
-    "plumbing",
-    "variations",
-    "bench",
-    "tests",
-]
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
+FOLDERS = "plumbing", "variations", "bench", "tests"
 os.environ["OMP_NUM_THREADS"] = "1"
+
+for path in sorted(HERE.glob("*_mutants.py")):
+    if path.stem != "test_mutants":
+        lists = vars(importlib.import_module(path.stem)).values()
+        found = [x for x in lists if isinstance(x, list) and x and isinstance(x[0], Mutant)]
+        MUTANTS = MUTANTS + [mutant for x in found if x is not MUTANTS for mutant in x]
 
 
 def mutate(mutant, folder):
     """A copy of the project with the bug put back."""
-    for name in SOURCES:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, folder / name)
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("*.md"), ROOT / "pyproject.toml"]:
+        shutil.copy(path, folder)
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, folder / name)
     (folder / "data").mkdir()
-    for path in (ROOT / "data").glob("*.*"):  # not the folders of data that scripts have made there
+    for path in (ROOT / "data").glob("*.*"):  # not the folders that scripts have made there
         shutil.copy(path, folder / "data")
     source = (folder / mutant.file).read_text(encoding="utf-8")
     for right, wrong in mutant.changes:
@@ -43,7 +44,7 @@ def mutate(mutant, folder):
 
 
 def run_in_fork(folder, test, log):
-    """pytest's exit status: 0 all passed, 1 a test failed, anything else is a mistake in the catalogue."""
+    """pytest's exit status: 0 all passed, 1 a test failed, anything else is a mistake of the list."""
     child = os.fork()
     if child == 0:
         file = os.open(log, os.O_WRONLY | os.O_CREAT)
@@ -51,19 +52,11 @@ def run_in_fork(folder, test, log):
         os.dup2(file, 2)
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
         os.chdir(folder)
-        sys.path[:] = [
-            str(folder),
-            *(
-                path
-                for path in sys.path
-                if not path.startswith(str(ROOT / "tests")) and path != str(ROOT)
-            ),
-        ]
-        os._exit(
-            pytest.main(
-                ["-x", "-q", "-p", "no:cacheprovider", "-c", "pyproject.toml", f"tests/{test}"]
-            )
-        )
+        tests = str(ROOT / "tests")
+        others = [x for x in sys.path if not x.startswith(tests) and x != str(ROOT)]
+        sys.path[:] = [str(folder), *others]
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-c", "pyproject.toml"]
+        os._exit(pytest.main([*options, f"tests/{test}"]))
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
@@ -74,14 +67,11 @@ def test_the_bug_is_caught(mutant, tmp_path, capsys):
     status = run_in_fork(tmp_path, mutant.killer, tmp_path / "log.txt")
     log = (tmp_path / "log.txt").read_text(errors="replace")
     with capsys.disabled():
-        print(
-            f"\n{mutant.name}\n    seen    {mutant.where}\n    effect  {mutant.effect}\n    killed  {mutant.killer}",
-            end=" ",
-        )
-    assert status == 1, (
-        f"{mutant.killer} ended with {status} where 1, a failed test, was due:\n{log[-3000:]}"
-    )
+        print(f"\n{mutant.name}\n    seen    {mutant.where}\n    effect  {mutant.effect}")
+        print(f"    killed  {mutant.killer}", end=" ")
+    reason = f"{mutant.killer} ended with {status} where 1, a failed test, was due"
+    assert status == 1, f"{reason}:\n{log[-3000:]}"
 
 
 def test_every_mutant_has_a_name_of_its_own_and_there_are_enough():
-    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 75
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 110
