@@ -475,7 +475,7 @@ def adapt_kl_coef(kl_coef, kl, kl_target, responses, kl_horizon):
     """Raise beta when the KL (nats per response) is above its target, else lower it; train_ppo.py
     does so after each iteration, by about a fifth at most in kl_horizon responses."""
     error = min(max(kl / kl_target - 1, -0.2), 0.2)  # Ziegler et al., section 2.2
-    return kl_coef * (1 + error * responses / kl_horizon)
+    return kl_coef * (1 + error * min(1, responses / kl_horizon))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -630,7 +630,9 @@ def describe(batch, kl_coef):
         "eos_rate": batch["ended"].float(),
     }
     stats = {name: x.mean().item() for name, x in means.items()}
-    stats["explained_variance"] = explained_variance(batch["old_values"], batch["returns"], mask)
+    if "returns" in batch:
+        old_values, returns = batch["old_values"], batch["returns"]
+        stats["explained_variance"] = explained_variance(old_values, returns, mask)
     return stats | {"kl_coef": kl_coef}
 
 

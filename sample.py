@@ -17,51 +17,67 @@ from pathlib import Path
 import torch
 
 import minippo
+from plumbing import fast
 from plumbing.checkpoints import load_checkpoint
-from plumbing.fast import generate
+from plumbing.errors import UserError, run_script
 from plumbing.hf import read_gpt2
-from plumbing.settings import UserError, read_flags, run_script
-from plumbing.text import printable
-from plumbing.tracing import TraceConfig, load_traced, print_trace, trace_of
+from plumbing.settings import read_flags
+from plumbing.token_table import TraceConfig, load_traced, print_table, trace_of
+from plumbing.tokenizer import printable
 
 
 @dataclass
 class SampleConfig:
-    n: int = 1  # responses to each prompt
-    temperature: float = 1.0  # divides the logits; below 1 keeps to the likelier words
-    top_k: int = 0  # choose among so many likeliest tokens; 0: among all; 1: always the likeliest
-    max_new_tokens: int = 64  # longest response, in tokens
-    seed: int = 0  # seed of the samples
+    n: int = 1  # responses to each prompt [1, inf]
+    temperature: float = 1.0  # divides the logits; below 1 keeps to likelier words [0.01, inf]
+    top_k: int = 0  # choose among so many likeliest tokens; 0: all; 1: the likeliest [0, inf]
+    max_new_tokens: int = 64  # longest response, in tokens [1, inf]
+    seed: int = 0  # seed of the samples [0, 2147483648]
     whole: bool = False  # the standard input is one prompt, line breaks included (but the last)
 
 
 def draw_top_k(logits, top_k):
-    """A token from the top_k likeliest of each row: (B, V) -> (B,). PPO itself samples from all."""
+    """A token from the top_k likeliest of each row: (B, V) -> (B,). PPO samples from all."""
     kth = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
     return minippo.draw(logits.masked_fill(logits < kth, -torch.inf))
+
+
+def load_policy(path):
+    return read_gpt2(path) if Path(path).is_dir() else load_checkpoint(path, ("ppo", "sft"))
+
+
+def read_prompts(texts, whole):
+    """The prompts of the command line; without one, those of the standard input."""
+    if texts:
+        return texts
+    lines = (line.rstrip("\r\n") for line in sys.stdin or ())  # None: closed
+    return filter(None, ["\n".join(lines)] if whole else lines)
 
 
 def main():
     flags = SampleConfig(), TraceConfig()
     config, tracing, (path, *texts) = read_flags(__doc__, *flags, positional="CHECKPOINT PROMPT")
-    read = read_gpt2 if Path(path).is_dir() else lambda path: load_checkpoint(path, ("ppo", "sft"))
     models = load_traced(path, tracing) if tracing.trace else None
-    policy, tokenizer, *_ = (models.policy, models.tokenizer) if models else read(path)
+    policy, tokenizer = (models.policy, models.tokenizer) if models else load_policy(path)[:2]
+    policy.eval()
     torch.manual_seed(config.seed)
-    draw = functools.partial(draw_top_k, top_k=config.top_k) if config.top_k else minippo.draw
-    lines = (line.rstrip("\r\n") for line in sys.stdin or ())  # None: closed
-    for text in texts or filter(None, ["\n".join(lines)] if config.whole else lines):
-        prompt, most = tokenizer.encode(text), policy.config.context - 1
-        if not 0 < len(prompt) <= most:
-            raise UserError(f"the prompt {text[:40]!r} has {len(prompt)} tokens, not 1 to {most}")
-        rows, settings = [prompt] * config.n, (config.max_new_tokens, config.temperature, draw)
-        sampled = tokens, mask, *_ = generate(policy, rows, *settings)
-        trace = trace_of(sampled, models, config.temperature, tracing.kl_coef) if models else None
+    fast.install()
+    draw = functools.partial(draw_top_k, top_k=config.top_k) if config.top_k else None
+    for text in read_prompts(texts, config.whole):
+        prompt, longest = tokenizer.encode(text), policy.config.context - 1
+        if not 0 < len(prompt) <= longest:
+            count = f"has {len(prompt)} tokens, not 1 to {longest}"
+            raise UserError(f"the prompt {text[:40]!r} {count}")
+        prompts = [prompt] * config.n
+        sampled = fast.generate(policy, prompts, config.max_new_tokens, config.temperature, draw)
+        tokens, mask, _, _ = sampled
+        if models:
+            trace = trace_of(sampled, models, config.temperature, tracing.kl_coef)
         print(printable(text))
         for row, (ids, response) in enumerate(zip(tokens[:, 1:], mask)):
             print(" ", printable(tokenizer.decode(ids[response].tolist()).strip()), flush=True)
             if models:
-                print_trace(trace, row, tokenizer, tracing.kl_coef)
+                print_table(trace, row, tokenizer, tracing.kl_coef)
 
 
 if __name__ == "__main__":

@@ -5,111 +5,114 @@
     python train_ppo.py --reward my:score  with a function in my.py instead of the reward model
 
 The files hold rows {"prompt": ...}. Writes out/ppo.pt, out/report.json and out/report.html, a page
-for the browser.
+for the browser, which is there from the first minute on.
 """
 
+import math
 from dataclasses import dataclass
 
-from minippo import PPOConfig, adapt_kl_coef, frozen_copy, ppo_iteration, row_lengths
+from minippo import PPOConfig, adapt_kl_coef, credit, frozen_copy, ppo_iteration, ppo_loss
 from plumbing.checkpoints import save_checkpoint
+from plumbing.errors import run_script
+from plumbing.models import load_models
 from plumbing.page import write_page
-from plumbing.progress import Progress
 from plumbing.report import make_report, print_report
-from plumbing.rewards import load_models
-from plumbing.settings import RunConfig, prepare, read_flags, run_script
-from plumbing.text import read_ids
-from plumbing.traces import Traces
-from plumbing.training import adamw, add_critic, full_batches, rollout_in_pieces, set_lr
-from plumbing.watch import check_start, look, warn_of
+from plumbing.rows import read_prompts
+from plumbing.settings import RunConfig, prepare, read_flags
+from plumbing.state import State, fingerprint, settings_of
+from plumbing.training import (
+    adamw,
+    batch_of,
+    loss_in_pieces,
+    rollout_in_pieces,
+    set_lr,
+)
+from plumbing.watch import Watch, check_settings, check_start, warn_of
 
 
 @dataclass
 class StageConfig:
+    steps: int = 600  # iterations [1, inf]
+    batch_size: int = 128  # responses per iteration [1, inf]
+    group_size: int = 1  # responses to each prompt, so batch_size / group_size prompts [1, inf]
+    lr: float = 8e-4  # peak learning rate of AdamW; it falls linearly to 0 [0, inf]
+    warmup: int = 5  # iterations in which the learning rate climbs to its peak [0, inf]
+    head_lr: float = 30.0  # of the value head, in multiples of --lr: it begins at 0 [0, inf]
+    adam_eps: float = 1e-4  # Adam's epsilon: weights whose gradient is mere noise move less [0, 1]
+    kl_target: float = 6.0  # KL in nats that an adaptive beta steers to [1e-6, inf]
+    kl_horizon: float = math.inf  # responses in which beta changes by a fifth; inf: no [1, inf]
+    ref_update_every: int = 0  # iterations after which ref becomes the policy; 0: never [0, inf]
     separate_critic: bool = False  # a value network of its own, started from the reward model
-    critic_lr: float = 0.0  # peak learning rate of the separate critic; 0: --lr
-    head_lr: float = 30.0  # that of the value head, in multiples of --lr: it has to begin at zero
-    adam_eps: float = 1e-4  # Adam's epsilon: what moves weights whose gradients are mere noise less
+    critic_lr: float = 0.0  # peak learning rate of the separate critic; 0: --lr [0, inf]
     models: str = ""  # folder of sft.pt and rm.pt; the same as --out unless it is given
     policy: str = ""  # checkpoint to start from, out/ppo.pt for a second round; sft.pt otherwise
     reference: str = ""  # checkpoint that the KL is measured against; sft.pt unless it is given
     reward: str = ""  # module:function, (prompts, responses) -> floats, instead of the reward model
-    rollout_batch: int = 0  # responses sampled and scored at once; 0: all of them
-    micro_batch: int = 0  # responses in memory at once in a gradient step; 0: all of its minibatch
+    rollout_batch: int = 0  # responses sampled and scored at once; 0: all of them [0, inf]
+    micro_batch: int = 0  # responses in memory at once in a gradient step; 0: all of it [0, inf]
     no_report: bool = False  # end without measuring the result on the validation prompts
-    report_prompts: int = 0  # validation prompts in the report; 0: 1024 if there is a judge, or 128
+    report_prompts: int = 0  # prompts in the report; 0: 1024 if there is a judge, or 128 [0, inf]
 
 
-def main(iterate=ppo_iteration, name="", doc=__doc__, own=(), without=(), also=()):
-    """PPO, or what a file of variations/ puts in its place; variations/__init__.py says how."""
-    defaults = RunConfig(out=f"out/{name}"), PPOConfig(), StageConfig(models="out" if name else "")
-    run, config, stage, *more = read_flags(doc, *defaults, *own, without=without)
+def main(credit=credit, loss_of=ppo_loss, name="PPO"):
+    """PPO; with another credit or loss_of, one of its neighbours in variations/."""
+    folder = "out" if name == "PPO" else f"out/{name.lower().replace(' ', '_')}"
+    defaults = StageConfig() if name == "PPO" else StageConfig(models="out")
+    run, config, stage = read_flags(__doc__, RunConfig(out=folder), PPOConfig(), defaults)
+    check_settings(config, stage)
     prepare(run)
-    models, prompts, val_prompts, rows = load(run, config, stage, also)
-    policy, sft = models.policy, models.reference
-    ref = frozen_copy(sft) if config.ref_update_every else sft  # sft: what the report compares with
-    policy.eval()  # no dropout, ever: it would make the policy differ from itself
-    optimizer = adamw(policy, config.lr, 0.0, stage.critic_lr, stage.head_lr, stage.adam_eps)
-    progress = Progress(
-        "ppo", run, (config, stage, *more), config.steps, config.warmup, algorithm=name,
-        data=(prompts, models.tokenizer.tokens, *rows), made_from=models.facts,
-        policy=policy, ref=ref, optimizer=optimizer,
-    )  # fmt: skip
-    kl_coef = progress.values.setdefault("kl_coef", config.kl_coef)
-    traces = Traces(progress, models.tokenizer, stage.rollout_batch)  # what report.html shows
-    rollout = traces.around(rollout_in_pieces(stage.rollout_batch, run.dtype != "float32"))
-    for numbers in progress.remaining(full_batches(len(prompts), config.batch_size, run.seed)):
-        step, asked = progress.step, [prompts[i] for i in numbers]
-        lr = set_lr(optimizer, progress.rate())
-        if step == 0:
-            check_start(policy, ref, models.score, asked, config, stage, run.dtype)
-        batch, metrics = iterate(
-            policy, ref, models.score, asked, optimizer, config, kl_coef, rollout,
-            stage.micro_batch, *more, *rows,
-        )  # fmt: skip
-        traces.record(policy, batch, metrics, config)
-        if config.epochs == 1:
-            del metrics["passes"]  # of a single pass they are the same numbers again
-        look(batch, models.tokenizer, show=step % 40 == 0)
-        kl_coef = progress.values["kl_coef"] = adapt_kl_coef(
-            kl_coef, metrics["kl"], config.kl_target, config.batch_size, config.kl_horizon
-        )
-        if config.ref_update_every and (step + 1) % config.ref_update_every == 0:
-            ref.load_state_dict(policy.state_dict(), strict=False)  # less a separate critic
-        tokens = int(row_lengths(batch["mask"]).sum())
-        progress.end_step(tokens, ["score", "kl", "entropy", "eos_rate"], **metrics, lr=lr)
-    finish(models, val_prompts, prompts, run, config, stage, progress)
-
-
-def load(run, config, stage, also=()):
-    """-> the models that stages 1 and 2 have made, the prompts for training and for the report, and
-    the training rows of the files named in `also`, all as ids."""
     models = load_models(
-        stage.models or run.out, run.device, stage.reward, stage.policy, stage.reference
+        stage.models or run.out,
+        run.device,
+        stage.reward,
+        stage.policy,
+        stage.reference,
+        stage.separate_critic,
     )
-    if stage.separate_critic:
-        add_critic(models.policy, models.reward_model)
-    context = models.policy.config.context
-    prompts, val_prompts = (
-        [ids for (ids,) in read_ids(run.data, "prompts", split, models.tokenizer, context)]
-        for split in ("train", "val")
-    )
-    rows = [read_ids(run.data, task, "train", models.tokenizer, context) for task in also]
+    policy, ref, score = models.policy, models.reference, models.score
+    policy.eval()  # no dropout, ever: it would make the policy differ from itself
+    if stage.ref_update_every:
+        ref = frozen_copy(ref)  # models.reference stays what the report compares with
+    prompts = read_prompts(run.data, "train", models.tokenizer, policy.config.context)
+    val_prompts = read_prompts(run.data, "val", models.tokenizer, policy.config.context)
     print(f"training on {run.device}: {len(prompts):,} prompts")
     warn_of(prompts, models, config)
-    return models, prompts, val_prompts, rows
+    optimizer = adamw(
+        policy, stage.lr, critic_lr=stage.critic_lr, head_lr=stage.head_lr, eps=stage.adam_eps
+    )
 
+    data = fingerprint(prompts, models.tokenizer.tokens)
+    settings = settings_of(run, config, stage, credit, loss_of, algorithm=name, data=data)
+    parts = {"policy": policy, "ref": ref, "optimizer": optimizer, "loss_of": loss_of}
+    state = State("ppo", run, settings, made_from=models.facts, **parts)
+    kl_coef = state.values.get("kl_coef", config.kl_coef)
+    if state.step == 0:
+        check_start(policy, ref, score, prompts, config, stage, run.dtype)
+    rollout = rollout_in_pieces(stage.rollout_batch, second_scoring=run.dtype != "float32")
+    loss_of = loss_in_pieces(loss_of, stage.micro_batch)
+    watch = Watch(state, models, ref, config, stage)
+    for step in state.steps_left(stage):
+        climb = (step + 1) / (stage.warmup + 1)
+        fall = (stage.steps - step) / max(1, stage.steps - stage.warmup)
+        lr = set_lr(optimizer, min(climb, fall))
+        step_prompts = batch_of(prompts, step, stage.batch_size // stage.group_size, run.seed)
+        step_prompts = [prompt for prompt in step_prompts for _ in range(stage.group_size)]
+        batch, metrics = ppo_iteration(
+            policy, ref, score, step_prompts, optimizer, config, kl_coef, rollout, credit, loss_of
+        )
+        kl_coef = adapt_kl_coef(
+            kl_coef, metrics["kl"], stage.kl_target, stage.batch_size, stage.kl_horizon
+        )
+        if stage.ref_update_every and (step + 1) % stage.ref_update_every == 0:
+            ref.load_state_dict(policy.state_dict(), strict=False)  # less a separate critic
+        watch.end_step(batch, metrics | {"lr": lr}, kl_coef)
 
-def finish(models, val_prompts, prompts, run, config, stage, progress=None):
-    """The policy is saved and measured; out/report.html shows how it came about."""
-    policy, sft = models.policy, models.reference
     save_checkpoint(run.out / "ppo.pt", "ppo", policy, models.tokenizer)
-    if progress:
-        progress.done()
+    state.finish()
     print(f"saved {run.out / 'ppo.pt'}{'' if stage.no_report else '; now the report'}")
     if not stage.no_report:
-        print_report(make_report(policy, sft, models, val_prompts, prompts, run, config, stage))
-    if progress:  # without, there is no log
-        print(f"open {write_page(run.out, stage.models)} in a browser to see the run")
+        print_report(make_report(models, prompts, val_prompts, run, config, stage, name))
+    print(f"open {write_page(run.out, stage.models)} in a browser to see the run")
 
 
 if __name__ == "__main__":

@@ -6,18 +6,18 @@ from pathlib import Path
 import torch
 
 from minippo import GPT, GPTConfig, RewardModel
-from plumbing import files
 from plumbing.errors import UserError
+from plumbing.files import write_file
 from plumbing.tokenizer import Tokenizer
 
 
-def write_file(path, contents):
+def write_contents(path, contents):
     """torch.save, whole or not at all."""
-    files.write_file(path, lambda file: torch.save(contents, file))
+    write_file(path, lambda file: torch.save(contents, file))
 
 
 def read_file(path, kinds, mmap=True):
-    """What write_file wrote, as a dict on the CPU; UserError unless it is whole and its "kind" is one of `kinds`.
+    """What write_contents wrote, as a dict on the CPU; UserError unless it is whole and its "kind" is one of `kinds`.
 
     mmap: the weights stay on the disk until they are copied into a model.
     """
@@ -38,7 +38,7 @@ def save_checkpoint(path, kind, model, tokenizer, **facts):
     """Everything needed to use the model, in one file. kind: "sft" or "ppo" (a GPT), or "rm" (a RewardModel)."""
     vocabulary = [token.decode("latin-1") for token in tokenizer.tokens]
     contents = {"kind": kind, "config": dataclasses.asdict(model.config), "vocabulary": vocabulary}
-    write_file(path, contents | {"model": model.state_dict(), "facts": facts})
+    write_contents(path, contents | {"model": model.state_dict(), "facts": facts})
 
 
 def load_checkpoint(path, kinds, device="cpu"):
@@ -50,4 +50,14 @@ def load_checkpoint(path, kinds, device="cpu"):
         tokenizer = Tokenizer([token.encode("latin-1") for token in contents["vocabulary"]])
         return model.to(device).eval(), tokenizer, contents["facts"]
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        raise UserError(f"{path}: damaged, or made by another version ({type(error).__name__}); make it again")
+        raise UserError(
+            f"{path}: damaged, or made by another version ({type(error).__name__}); make it again"
+        )
+
+
+def load_weights(path, kind, model):
+    """The weights of a checkpoint into a model in training, which goes into eval mode. No second
+    model is in memory, and its gradients no longer are."""
+    model.zero_grad()  # first: what it frees is enough for what is read
+    model.load_state_dict(read_file(path, [kind], mmap=False)["model"])
+    model.eval()

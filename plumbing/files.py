@@ -26,7 +26,9 @@ def write_file(path, contents):
         os.replace(beside, path)
     except (OSError, RuntimeError) as error:
         beside.unlink(missing_ok=True)
-        raise UserError(f"{path}: cannot be written ({reason(error)}); what was there before is still there")
+        raise UserError(
+            f"{path}: cannot be written ({reason(error)}); what was there before is still there"
+        )
 
 
 def reason(error):
@@ -46,6 +48,9 @@ def read_log(path):
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict) and type(row.get("step")) in (int, float):  # True would be an int, too
+        if isinstance(row, dict) and type(row.get("step")) in (
+            int,
+            float,
+        ):  # True would be an int, too
             rows.append(row)
     return rows

@@ -30,11 +30,17 @@ NAMES = {  # ours: theirs, inside a block
 
 def name_pairs(layers):
     """-> (name in our Trunk, name in their GPT2Model) of every weight."""
-    yield from (("token_embedding.weight", "wte.weight"), ("position_embedding.weight", "wpe.weight"))
+    yield from (
+        ("token_embedding.weight", "wte.weight"),
+        ("position_embedding.weight", "wpe.weight"),
+    )
     yield from ((f"norm.{kind}", f"ln_f.{kind}") for kind in ("weight", "bias"))
     for i in range(layers):
         for ours, theirs in NAMES.items():
-            yield from ((f"blocks.{i}.{ours}.{kind}", f"h.{i}.{theirs}.{kind}") for kind in ("weight", "bias"))
+            yield from (
+                (f"blocks.{i}.{ours}.{kind}", f"h.{i}.{theirs}.{kind}")
+                for kind in ("weight", "bias")
+            )
 
 
 def turned(name, weight):
@@ -72,37 +78,74 @@ def read_vocabulary(source, file):
     further tokens.
     """
     model, cut = file["model"], file["pre_tokenizer"] or {}
-    as_gpt2 = model["type"] == "BPE" and cut.get("type") == "ByteLevel" and cut["use_regex"] and not cut["add_prefix_space"]
+    as_gpt2 = (
+        model["type"] == "BPE"
+        and cut.get("type") == "ByteLevel"
+        and cut["use_regex"]
+        and not cut["add_prefix_space"]
+    )
     if not as_gpt2 or file["normalizer"]:
-        raise UserError(f"{source}: its tokenizer does not cut text into bytes and words as GPT-2's does")
+        raise UserError(
+            f"{source}: its tokenizer does not cut text into bytes and words as GPT-2's does"
+        )
     ids = model["vocab"] | {token["content"]: token["id"] for token in file["added_tokens"]}
     # tiktoken merges in the order of the ids. So our ids are those of the bytes, then of what the merges make, in their order.
     words = sorted(CHARACTERS.values(), key=lambda character: ids.get(character, 0))
     words = [*words, *dict.fromkeys(a + b for a, b in model["merges"]), END]
     rank = {word: i for i, word in enumerate(words)}
     odd = [f"{word} is missing" for word in words if word not in ids]
-    odd += [f"{word} has the id {i}" for word, i in ids.items() if word not in rank or i >= len(words)]
-    odd += [f"{a + b} is merged before {a} or {b}" for a, b in model["merges"] if rank[a + b] < max(rank.get(a, 0), rank.get(b, 0))]
+    odd += [
+        f"{word} has the id {i}" for word, i in ids.items() if word not in rank or i >= len(words)
+    ]
+    odd += [
+        f"{a + b} is merged before {a} or {b}"
+        for a, b in model["merges"]
+        if rank[a + b] < max(rank.get(a, 0), rank.get(b, 0))
+    ]
     if odd:
         rule = f"should hold the 256 bytes, one token for each merge of earlier ones, and {END}"
         found = f"{', '.join(odd[:3])}{', ...' * (len(odd) > 3)}"
-        raise UserError(f"{source}: its vocabulary (tokenizer.json, or vocab.json and merges.txt) {rule}; here {found}")
-    return Tokenizer([bytes(BYTES[character] for character in word) for word in words[:-1]]), [ids[word] for word in words]
+        raise UserError(
+            f"{source}: its vocabulary (tokenizer.json, or vocab.json and merges.txt) {rule}; here {found}"
+        )
+    return Tokenizer([bytes(BYTES[character] for character in word) for word in words[:-1]]), [
+        ids[word] for word in words
+    ]
 
 
 def check_gpt2(source, theirs, info):
     """UserError unless their model computes what ours does, and has all its weights from the files."""
     c = theirs.config
-    plain = not (c.scale_attn_by_inverse_layer_idx or c.reorder_and_upcast_attn) and c.scale_attn_weights
-    if c.activation_function != "gelu_new" or c.n_inner not in (None, 4 * c.n_embd) or c.layer_norm_epsilon != 1e-5 or not plain:
-        raise UserError(f"{source}: a GPT-2 with another activation, width or scaling than OpenAI's")
-    odd = [*info["missing_keys"], *info["unexpected_keys"], *(name for name, *_ in info["mismatched_keys"])]
-    odd = sorted(name for name in odd if not name.endswith("attn.masked_bias"))  # a constant in old files
+    plain = (
+        not (c.scale_attn_by_inverse_layer_idx or c.reorder_and_upcast_attn)
+        and c.scale_attn_weights
+    )
+    if (
+        c.activation_function != "gelu_new"
+        or c.n_inner not in (None, 4 * c.n_embd)
+        or c.layer_norm_epsilon != 1e-5
+        or not plain
+    ):
+        raise UserError(
+            f"{source}: a GPT-2 with another activation, width or scaling than OpenAI's"
+        )
+    odd = [
+        *info["missing_keys"],
+        *info["unexpected_keys"],
+        *(name for name, *_ in info["mismatched_keys"]),
+    ]
+    odd = sorted(
+        name for name in odd if not name.endswith("attn.masked_bias")
+    )  # a constant in old files
     if odd:
         wanted = "those of a GPT-2 language model, as config.json describes it"
-        raise UserError(f"{source}: its weights are not {wanted}; missing, unknown or of another size: {', '.join(odd)[:120]}")
+        raise UserError(
+            f"{source}: its weights are not {wanted}; missing, unknown or of another size: {', '.join(odd)[:120]}"
+        )
     if not torch.equal(theirs.lm_head.weight, theirs.transformer.wte.weight):
-        raise UserError(f"{source}: lm_head has weights of its own; here it shares those of the token embedding, wte, as in GPT-2")
+        raise UserError(
+            f"{source}: lm_head has weights of its own; here it shares those of the token embedding, wte, as in GPT-2"
+        )
 
 
 def read_gpt2(source, dropout=0.0):
@@ -110,8 +153,12 @@ def read_gpt2(source, dropout=0.0):
     transformers = need_transformers(bars=not Path(source).is_dir())  # a download takes long
     try:
         kind = transformers.GPT2LMHeadModel
-        theirs, info = kind.from_pretrained(source, output_loading_info=True, ignore_mismatched_sizes=True)
-        file = json.loads(transformers.AutoTokenizer.from_pretrained(source).backend_tokenizer.to_str())
+        theirs, info = kind.from_pretrained(
+            source, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+        file = json.loads(
+            transformers.AutoTokenizer.from_pretrained(source).backend_tokenizer.to_str()
+        )
     except Exception as error:  # a missing file, a broken download, a wrong format: each library has its own errors
         reason = str(error).strip().partition("\n")[0][:120]
         hint = "without a network, give a folder that holds config.json, model.safetensors and the vocabulary"
@@ -120,10 +167,16 @@ def read_gpt2(source, dropout=0.0):
     tokenizer, ids = read_vocabulary(source, file)
     c, weights = theirs.config, theirs.transformer.state_dict()
     if c.vocab_size != tokenizer.vocab_size:
-        raise UserError(f"{source}: weights for {c.vocab_size} tokens, a vocabulary of {tokenizer.vocab_size}")
+        raise UserError(
+            f"{source}: weights for {c.vocab_size} tokens, a vocabulary of {tokenizer.vocab_size}"
+        )
     weights["wte.weight"] = weights["wte.weight"][ids]
-    model = GPT(GPTConfig(c.vocab_size, c.n_positions, c.n_layer, c.n_head, c.n_embd, dropout=dropout))
-    model.trunk.load_state_dict({ours: turned(name, weights[name]) for ours, name in name_pairs(c.n_layer)})
+    model = GPT(
+        GPTConfig(c.vocab_size, c.n_positions, c.n_layer, c.n_head, c.n_embd, dropout=dropout)
+    )
+    model.trunk.load_state_dict(
+        {ours: turned(name, weights[name]) for ours, name in name_pairs(c.n_layer)}
+    )
     return model, tokenizer
 
 
@@ -136,16 +189,29 @@ def write_tokenizer(tokenizer, folder, context, scorer):
     ranks = {token: rank for rank, token in enumerate(tokenizer.tokens)}
     # tiktoken joins any two neighbours that spell a token, Hugging Face's BPE only the pairs in its list: so list them all.
     halves = [(token[:i], token[i:]) for token in tokenizer.tokens for i in range(1, len(token))]
-    merges = [(spell(a), spell(b)) for a, b in halves if ranks.get(a, math.inf) < ranks[a + b] > ranks.get(b, math.inf)]
+    merges = [
+        (spell(a), spell(b))
+        for a, b in halves
+        if ranks.get(a, math.inf) < ranks[a + b] > ranks.get(b, math.inf)
+    ]
     vocabulary = {spell(token): rank for token, rank in ranks.items()}
     fast = Fast(models.BPE(vocab=vocabulary, merges=merges))
-    fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    fast.pre_tokenizer, fast.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     special = {"eos_token": END, "bos_token": END, "unk_token": END}
     if scorer:
         special["pad_token"] = "<|pad|>"
-        ends = {"single": f"$A {END}", "pair": f"$A $B {END}", "special_tokens": [(END, tokenizer.eos)]}
+        ends = {
+            "single": f"$A {END}",
+            "pair": f"$A $B {END}",
+            "special_tokens": [(END, tokenizer.eos)],
+        }
         fast.post_processor = processors.TemplateProcessing(**ends)
-    PreTrainedTokenizerFast(tokenizer_object=fast, model_max_length=context, **special).save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=fast, model_max_length=context, **special
+    ).save_pretrained(folder)
 
 
 def export(path, folder):
@@ -171,11 +237,15 @@ def export(path, folder):
         constant = (model.score_head.bias - model.mean) / model.std
         weights["norm.bias"] = weights["norm.bias"] + w * constant / w.square().sum()
         out.score.weight.data.copy_(w[None])
-    state = {name: turned(name, weights[ours]).contiguous() for ours, name in name_pairs(config.layers)}
+    state = {
+        name: turned(name, weights[ours]).contiguous() for ours, name in name_pairs(config.layers)
+    }
     out.transformer.load_state_dict(state)
     out.save_pretrained(folder)
     write_tokenizer(tokenizer, folder, config.context, scorer)
-    print(f"wrote {folder}: {kind.__name__}, {sum(p.numel() for p in out.parameters()) / 1e6:.2f} M parameters")
+    print(
+        f"wrote {folder}: {kind.__name__}, {sum(p.numel() for p in out.parameters()) / 1e6:.2f} M parameters"
+    )
 
 
 def read_scorer(folder):
@@ -186,7 +256,9 @@ def read_scorer(folder):
 
     @torch.no_grad()
     def score(prompts, responses):
-        rows = tokenizer(prompts, responses, padding=True, return_tensors="pt")  # it appends the end token
+        rows = tokenizer(
+            prompts, responses, padding=True, return_tensors="pt"
+        )  # it appends the end token
         return model(rows["input_ids"], attention_mask=rows["attention_mask"]).logits[:, 0].tolist()
 
     return score

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plumbing.report import number, systems
-from plumbing.settings import UserError, read_flags, run_script
+from plumbing.errors import UserError, run_script
+from plumbing.settings import read_flags
 from plumbing.traces import finite, spaced
 
 POINTS = 400  # of a curve; where a log has more lines, a point is the mean of several
@@ -26,7 +27,18 @@ CURVES = {
     "ppo": ("score", "rlhf_reward", "kl", "paid", "entropy", "explained_variance", "response_length", "eos_rate", "value_loss",
             "policy_loss"),
 }  # fmt: skip
-NUMBERS = ("log_pi", "log_old", "log_ref", "kl", "reward", "value", "return", "advantage", "whitened", "ratio")
+NUMBERS = (
+    "log_pi",
+    "log_old",
+    "log_ref",
+    "kl",
+    "reward",
+    "value",
+    "return",
+    "advantage",
+    "whitened",
+    "ratio",
+)
 FACTS = {  # figures of the report and their digits
     "ppo": {"optimality": 3, "win_rate_vs_sft": 3}, "ppo_unseen": {"optimality": 3}, "sft": {"val_loss": 4, "above_entropy": 4},
     "rm": {"val_accuracy": 4, "below_ceiling": 4},
@@ -35,7 +47,9 @@ FACTS = {  # figures of the report and their digits
 
 @dataclass
 class PageConfig:
-    models: str = ""  # folder of sft.jsonl and rm.jsonl; the same as that of ppo.jsonl unless it is given
+    models: str = (
+        ""  # folder of sft.jsonl and rm.jsonl; the same as that of ppo.jsonl unless it is given
+    )
 
 
 def write_page(out, models=""):
@@ -53,15 +67,31 @@ def gather(out, models):
     """-> all that the page shows, as a dict."""
     ppo, traces = read_lines(out / "ppo.jsonl"), read_lines(out / "ppo_traces.jsonl")
     if not ppo:
-        raise UserError(f"{out / 'ppo.jsonl'}: not there, or empty; train_ppo.py --out {out} writes it")
+        raise UserError(
+            f"{out / 'ppo.jsonl'}: not there, or empty; train_ppo.py --out {out} writes it"
+        )
     settings = part_of(out / "ppo_traces.jsonl", lambda: traces[-1]["settings"]) if traces else {}
-    sft, rm = read_lines(models / "sft.jsonl"), [] if settings.get("reward") else read_lines(models / "rm.jsonl")
+    sft, rm = (
+        read_lines(models / "sft.jsonl"),
+        [] if settings.get("reward") else read_lines(models / "rm.jsonl"),
+    )
     report = read_report(out / "report.json", ppo)
-    data = {"settings": settings, "steps": ppo[-1]["step"], "beta": settings.get("kl_coef", ppo[0].get("kl_coef"))}
-    data["curves"] = {"sft": curves(sft, "sft"), "rm": curves(rm, "rm"), "ppo": curves(ppo, "ppo"), "judge": curve(traces, "judge")}
+    data = {
+        "settings": settings,
+        "steps": ppo[-1]["step"],
+        "beta": settings.get("kl_coef", ppo[0].get("kl_coef")),
+    }
+    data["curves"] = {
+        "sft": curves(sft, "sft"),
+        "rm": curves(rm, "rm"),
+        "ppo": curves(ppo, "ppo"),
+        "judge": curve(traces, "judge"),
+    }
     data["clip"] = part_of(out / "ppo.jsonl", lambda: clip_curves(ppo))
     data["every"] = {"sft": every(sft), "rm": every(rm), "ppo": every(ppo)}
-    data["path"] = [] if settings.get("ref_update_every") else path_of(ppo)  # there, the KL is not to the SFT model
+    data["path"] = (
+        [] if settings.get("ref_update_every") else path_of(ppo)
+    )  # there, the KL is not to the SFT model
     data["judged"] = judged(ppo, traces) if data["path"] else []
     data["traces"] = part_of(out / "ppo_traces.jsonl", lambda: within_budget(traces))
     data["result"] = part_of(out / "report.json", lambda: result(report)) if report else None
@@ -73,7 +103,9 @@ def part_of(path, make):
     try:
         return make()
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
-        raise UserError(f"{path}: damaged, or another version's ({type(error).__name__}: {error}); {remedy(path)}")
+        raise UserError(
+            f"{path}: damaged, or another version's ({type(error).__name__}: {error}); {remedy(path)}"
+        )
 
 
 def remedy(path):
@@ -94,8 +126,12 @@ def read_lines(path):
             rows.append(row)
         except (ValueError, KeyError, TypeError, RecursionError):
             if place < len(lines) or line.endswith(b"\n"):
-                what = "is no JSON object with a step; delete this line" + ", or the file" * (path.name != "ppo.jsonl")
-                raise UserError(f"{path}, line {place}: {what}, and `python -m plumbing.page` makes the page without it")
+                what = "is no JSON object with a step; delete this line" + ", or the file" * (
+                    path.name != "ppo.jsonl"
+                )
+                raise UserError(
+                    f"{path}, line {place}: {what}, and `python -m plumbing.page` makes the page without it"
+                )
     return rows
 
 
@@ -132,7 +168,10 @@ def curve(rows, name):
     """-> {"x": steps, "y": values}, thinned out; without the lines that do not have it as a number."""
     rows = [row for row in rows if is_number(row.get(name))]
     parts = [rows[i : i + every(rows)] for i in range(0, len(rows), every(rows))]
-    return {"x": [round(mean(part, "step"), 1) for part in parts], "y": [short(mean(part, name)) for part in parts]}
+    return {
+        "x": [round(mean(part, "step"), 1) for part in parts],
+        "y": [short(mean(part, name)) for part in parts],
+    }
 
 
 def mean(rows, name):
@@ -182,10 +221,17 @@ def result(report):
         f"{part} {name}": number(report[part], name, digits)
         for part, names_of in FACTS.items() for name, digits in names_of.items() if name in report.get(part, {})
     }  # fmt: skip
-    limits = [report["sft"].get("entropy_floor"), report["rm"].get("label_loss_floor"), report["rm"].get("label_ceiling")]
+    limits = [
+        report["sft"].get("entropy_floor"),
+        report["rm"].get("label_loss_floor"),
+        report["rm"].get("label_ceiling"),
+    ]
     points = {name: means(report[name]) for name in ("sft", "ppo")}
     best = [{"n": int(n), **means(row)} for n, row in report["best_of_n"].items()]
-    texts = [{"prompt": ending(x["prompt"]), "sft": beginning(x["sft"]), "ppo": beginning(x["ppo"])} for x in report["samples"]]
+    texts = [
+        {"prompt": ending(x["prompt"]), "sft": beginning(x["sft"]), "ppo": beginning(x["ppo"])}
+        for x in report["samples"]
+    ]
     return {
         "beta": report["beta"], "columns": names, "rows": [[name, *cells] for name, cells in rows.items()], "facts": facts,
         "limits": dict(zip(("sft loss", "rm loss", "rm accuracy"), limits)), "points": points, "best_of_n": best,
@@ -212,9 +258,21 @@ def ending(text):
 
 def within_budget(traces):
     """The lines of ppo_traces.jsonl as the page needs them; with fewer responses, and with less of each, where they are long."""
-    for responses, tokens in ((6, 10**6), (4, 10**6), (3, 10**6), (2, 10**6), (1, 10**6), (1, 400), (1, 100)):
+    for responses, tokens in (
+        (6, 10**6),
+        (4, 10**6),
+        (3, 10**6),
+        (2, 10**6),
+        (1, 10**6),
+        (1, 400),
+        (1, 100),
+    ):
         kinds = [line[kind] for line in traces for kind in ("tracked", "sampled")]
-        count = sum(min(len(kind[i]["tokens"]), tokens) for kind in kinds for i in spaced(len(kind), responses))
+        count = sum(
+            min(len(kind[i]["tokens"]), tokens)
+            for kind in kinds
+            for i in spaced(len(kind), responses)
+        )
         if 60 * count > BUDGET and tokens > 100:  # a token takes more than that: no need to try
             continue
         lines = [line_shown(line, responses, tokens) for line in traces]
@@ -224,9 +282,14 @@ def within_budget(traces):
 
 
 def line_shown(line, responses, tokens):
-    shown = {"step": line["step"], **{name: short(line[name]) for name in ("kl_coef", "mean", "std")}}
+    shown = {
+        "step": line["step"],
+        **{name: short(line[name]) for name in ("kl_coef", "mean", "std")},
+    }
     for kind in ("tracked", "sampled"):
-        shown[kind] = [response_shown(line[kind][i], tokens) for i in spaced(len(line[kind]), responses)]
+        shown[kind] = [
+            response_shown(line[kind][i], tokens) for i in spaced(len(line[kind]), responses)
+        ]
     return shown
 
 
@@ -236,7 +299,12 @@ def response_shown(row, most):
     count, sums = len(row["tokens"]), {name: row[name] for name in ("log_old", "kl")}
     head = most // 2 if count > most else count
     keep = [*range(head), *range(max(head, count - most + head), count)]
-    shown = {"prompt": ending(row["prompt"]), "ended": row["ended"], "count": count, "gap": [head, count - len(keep)]}
+    shown = {
+        "prompt": ending(row["prompt"]),
+        "ended": row["ended"],
+        "count": count,
+        "gap": [head, count - len(keep)],
+    }
     shown |= {name: short(row[name]) for name in ("score", "judge") if name in row}
     shown |= {f"total_{name}": None if None in x else short(sum(x)) for name, x in sums.items()}
     shown |= {name: [short(row[name][i]) for i in keep] for name in NUMBERS}

@@ -164,6 +164,11 @@ def pad_completions(rows, device="cpu"):
     return tokens, response_mask(prompt_lengths, lengths, tokens.shape[1])
 
 
+def count_tokens(rows):
+    """Rows (tuples of lists of ids) -> how many tokens they have."""
+    return sum(len(ids) for row in rows for ids in row)
+
+
 def by_length(rows, size):
     """Rows (tuples of lists of ids) in parts of `size`, rows of similar length together."""
     rows = sorted(rows, key=lambda row: sum(map(len, row)))

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import inspect
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,9 +43,7 @@ class RunConfig:
     resume: bool = False  # go on where an interrupted run stopped
     overwrite: bool = False  # begin again, although an interrupted run is there
     save_every: int = 100  # steps between two saves of the state; it is saved by time too [1, inf]
-    tensorboard: bool = (
-        False  # write the metrics for TensorBoard too, into the folder tensorboard of --out
-    )
+    tensorboard: bool = False  # write the metrics for TensorBoard too, into out/tensorboard
 
     def __post_init__(self):
         self.data, self.out = Path(self.data), Path(self.out)
@@ -73,19 +72,23 @@ def explanations(settings):
     return texts
 
 
-def read_flags(doc, *settings, positional="", without=()):
+def read_flags(doc, *settings, positional="", without=(), partly=False):
     """Settings with their defaults -> the same with what the command line says.
 
     Each field is a flag, `--name value`; a bool that is true by default is `--no_name`. With
     `positional`, the name of what stands on the command line beside the flags, a list of that comes
-    last. Fields named in `without` are no flags.
+    last. Fields named in `without` are no flags. partly: these flags are taken out of the command
+    line, and others stay there for whoever reads flags next.
     """
 
     def fail(message):
         raise UserError(f"{message} (-h explains the flags)")
 
     parser = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=not partly,
     )
     parser.error = fail
     fields = [
@@ -104,7 +107,13 @@ def read_flags(doc, *settings, positional="", without=()):
         parser.add_argument(flag, default=argparse.SUPPRESS, help=help_text, **kind)
     if positional:
         parser.add_argument("positional", metavar=positional, nargs="+")
-    given = vars(parser.parse_intermixed_args())
+    if partly:
+        if {"-h", "--help"} & set(sys.argv):
+            parser.print_help()
+        given, sys.argv[1:] = parser.parse_known_args()
+    else:
+        given = parser.parse_intermixed_args()
+    given = vars(given)
     values = {field.name: getattr(group, field.name) for group, field in fields} | given
     for name, other in NEEDS.items():
         if name in given and other not in given:

@@ -27,9 +27,11 @@ import math
 import torch
 
 from minippo import evaluate_actions, gae, kl_adjusted_rewards
-from plumbing.progress import step_of
+
+step_of = None
 from plumbing.report import truth_about
-from plumbing.text import pad_completions, texts_of
+from plumbing.rows import pad_completions
+from plumbing.tokenizer import texts_of
 
 RESPONSES = 6  # of each kind, in each line
 
@@ -41,7 +43,11 @@ def recorded(step, steps):
 
 def spaced(count, wanted):
     """At most `wanted` of the numbers 0 .. count - 1, evenly spaced, the first and the last among them."""
-    return [i * (count - 1) // max(1, wanted - 1) for i in range(wanted)] if wanted < count else list(range(count))
+    return (
+        [i * (count - 1) // max(1, wanted - 1) for i in range(wanted)]
+        if wanted < count
+        else list(range(count))
+    )
 
 
 def clip_case(ratio, advantage, clip_eps):
@@ -76,7 +82,10 @@ class Traces:
 
     def __init__(self, progress, tokenizer, size=0):
         self.progress, self.tokenizer, self.size = progress, tokenizer, size
-        self.path, self.judge = progress.run.out / "ppo_traces.jsonl", truth_about(progress.run.data)[1]
+        self.path, self.judge = (
+            progress.run.out / "ppo_traces.jsonl",
+            truth_about(progress.run.data)[1],
+        )
         self.lines, self.tracked, self.again, self.file = [], [], None, None
         if progress.step and self.path.exists():
             self.read_back()
@@ -87,7 +96,9 @@ class Traces:
             lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines(True)
             lines = [line for line in lines if step_of(line) <= self.progress.step]
             tracked = json.loads(lines[-1])["tracked"] if lines else []
-            self.tracked = [{name: x[name] for name in ("prompt_ids", "ids", "score", "ended")} for x in tracked]
+            self.tracked = [
+                {name: x[name] for name in ("prompt_ids", "ids", "score", "ended")} for x in tracked
+            ]
             self.lines = lines
         except (KeyError, TypeError):
             print(f"{self.path} is damaged, or another version's: it begins anew")
@@ -101,14 +112,18 @@ class Traces:
 
     def due(self):
         """Is the iteration in work one to be recorded? None of another algorithm is: the numbers are PPO's."""
-        return not self.progress.settings.get("algorithm") and recorded(self.progress.step + 1, self.progress.steps)
+        return not self.progress.settings.get("algorithm") and recorded(
+            self.progress.step + 1, self.progress.steps
+        )
 
     def around(self, rollout):
         """The same function; when it is called in an iteration to be recorded, the tracked responses are looked at too."""
 
         def watched(policy, ref, score, prompts, config):
             batch = rollout(policy, ref, score, prompts, config)
-            self.again = self.look_again(policy, ref, config) if self.due() and self.tracked else None
+            self.again = (
+                self.look_again(policy, ref, config) if self.due() and self.tracked else None
+            )
             return batch
 
         return watched
@@ -116,8 +131,13 @@ class Traces:
     def look_again(self, policy, ref, config):
         """-> the tracked responses, as minippo.rollout returns them."""
         device = policy.lm_head.weight.device
-        tokens, mask = pad_completions([(row["prompt_ids"], row["ids"]) for row in self.tracked], device)
-        scores, ended = (torch.tensor([row[name] for row in self.tracked], device=device) for name in ("score", "ended"))
+        tokens, mask = pad_completions(
+            [(row["prompt_ids"], row["ids"]) for row in self.tracked], device
+        )
+        scores, ended = (
+            torch.tensor([row[name] for row in self.tracked], device=device)
+            for name in ("score", "ended")
+        )
         logprobs, values = self.evaluate(policy, tokens, mask, config)
         ref_logprobs, _ = self.evaluate(ref, tokens, mask, config)
         return {"tokens": tokens, "mask": mask, "logprobs": logprobs, "ref_logprobs": ref_logprobs,
@@ -128,7 +148,10 @@ class Traces:
         """-> log-probabilities and values, (R, T-1) each."""
         size = self.size or len(mask)
         pieces = zip(tokens.split(size), mask.split(size))
-        parts = [evaluate_actions(model, *piece, config.temperature, with_entropy=False)[:2] for piece in pieces]
+        parts = [
+            evaluate_actions(model, *piece, config.temperature, with_entropy=False)[:2]
+            for piece in pieces
+        ]
         return [torch.cat(x) for x in zip(*parts)]
 
     def record(self, policy, batch, metrics, config):
@@ -137,16 +160,31 @@ class Traces:
             self.begin()
         if not self.due():
             return
-        raw, _ = gae(batch["rewards"], batch["values"], batch["mask"], config.gamma, config.lam)  # not whitened, as the batch's are
+        raw, _ = gae(
+            batch["rewards"], batch["values"], batch["mask"], config.gamma, config.lam
+        )  # not whitened, as the batch's are
         inside, rows = raw[batch["mask"]], batch["scores"].argsort(stable=True)
         mean, std = inside.mean(), inside.std(correction=0).clamp(min=1e-4)
         rows = rows[spaced(len(rows), RESPONSES)]
         sampled = {name: x[rows] for name, x in (batch | {"raw": raw}).items()}
-        tracked = sampled if self.again is None else complete(self.again, metrics["kl_coef"], config, mean, std)
-        line = {"step": self.progress.step + 1, "kl_coef": metrics["kl_coef"], "settings": self.progress.settings}
+        tracked = (
+            sampled
+            if self.again is None
+            else complete(self.again, metrics["kl_coef"], config, mean, std)
+        )
+        line = {
+            "step": self.progress.step + 1,
+            "kl_coef": metrics["kl_coef"],
+            "settings": self.progress.settings,
+        }
         grades = self.grades(*texts_of(self.tokenizer, batch["tokens"], batch["mask"]))
-        line |= {"mean": mean.item(), "std": std.item()} | ({"judge": sum(grades) / len(grades)} if grades else {})
-        line |= {"tracked": self.describe(tracked, policy, config), "sampled": self.describe(sampled, policy, config)}
+        line |= {"mean": mean.item(), "std": std.item()} | (
+            {"judge": sum(grades) / len(grades)} if grades else {}
+        )
+        line |= {
+            "tracked": self.describe(tracked, policy, config),
+            "sampled": self.describe(sampled, policy, config),
+        }
         self.tracked = line["tracked"]
         self.file.write(json.dumps(finite(line)) + "\n")
         self.file.flush()
@@ -171,12 +209,24 @@ class Traces:
         grades = self.grades(*texts)
         for i, (prompt, text) in enumerate(zip(*texts)):
             begin, ids = int(mask[i].int().argmax()) + 1, tokens[i, 1:][mask[i]].tolist()
-            row = {"prompt": prompt, "text": text, "prompt_ids": tokens[i, :begin].tolist(), "ids": ids}
+            row = {
+                "prompt": prompt,
+                "text": text,
+                "prompt_ids": tokens[i, :begin].tolist(),
+                "ids": ids,
+            }
             row |= {"score": part["scores"][i].item(), "ended": bool(part["ended"][i])}
             row |= {"judge": grades[i]} if grades else {}
             row |= {"tokens": [spell(self.tokenizer, x) for x in ids]}
             row |= {name: x[i][mask[i]].tolist() for name, x in columns.items()}
-            rows.append(row | {"clip": [clip_case(*x, config.clip_eps) for x in zip(row["ratio"], row["whitened"])]})
+            rows.append(
+                row
+                | {
+                    "clip": [
+                        clip_case(*x, config.clip_eps) for x in zip(row["ratio"], row["whitened"])
+                    ]
+                }
+            )
         return rows
 
 
@@ -184,7 +234,9 @@ def complete(batch, kl_coef, config, mean, std):
     """What rollout returns -> the same with rewards, returns and advantages, raw and whitened, as ppo_iteration computes them; but
     whitened with mean and standard deviation of another batch."""
     mask = batch["mask"]
-    rewards = kl_adjusted_rewards(batch["scores"], batch["logprobs"], batch["ref_logprobs"], mask, kl_coef)
+    rewards = kl_adjusted_rewards(
+        batch["scores"], batch["logprobs"], batch["ref_logprobs"], mask, kl_coef
+    )
     raw, returns = gae(rewards, batch["values"], mask, config.gamma, config.lam)
     whitened = torch.where(mask, (raw - mean) / std, 0.0)
     return batch | {"rewards": rewards, "returns": returns, "raw": raw, "advantages": whitened}

@@ -24,7 +24,9 @@ WIDTH = 10  # of a column of minippo.trace
 class TraceConfig:
     trace: bool = False  # show the numbers of each token; needs sft.pt, the reference, and rm.pt beside the checkpoint
     kl_coef: float = PPOConfig.kl_coef  # beta in these numbers
-    models: str = ""  # folder of sft.pt and rm.pt for --trace; that of the checkpoint unless it is given
+    models: str = (
+        ""  # folder of sft.pt and rm.pt for --trace; that of the checkpoint unless it is given
+    )
     reward: str = ""  # module:function that scores for --trace instead of rm.pt, as in train_ppo.py
 
     def __post_init__(self):
@@ -36,11 +38,15 @@ class TraceConfig:
 def load_traced(path, config):
     """The policy in a checkpoint, with what its tokens are measured by -> Models."""
     if Path(path).is_dir():
-        raise UserError(f"--trace {path}: a folder; give the ppo.pt or sft.pt of a run (a GPT-2 has no reward model and no values)")
+        raise UserError(
+            f"--trace {path}: a folder; give the ppo.pt or sft.pt of a run (a GPT-2 has no reward model and no values)"
+        )
     folder = Path(config.models or Path(path).parent)
     for name in ["sft.pt"] if config.reward else ["sft.pt", "rm.pt"]:
         if Path(path).exists() and not (folder / name).exists():
-            hint = "--models FOLDER says where it is" + ", --reward what scores in its place" * (name == "rm.pt")
+            hint = "--models FOLDER says where it is" + ", --reward what scores in its place" * (
+                name == "rm.pt"
+            )
             raise UserError(f"--trace needs {folder / name}, which is not there; {hint}")
     return load_models(folder, "cpu", config.reward, policy=path)
 
@@ -64,7 +70,11 @@ def print_trace(batch, row, tokenizer, kl_coef):
     """Score, KL (in nats) and beta of a response; then minippo.trace, a table whose columns the header of minippo.py explains."""
     kl, _ = kl_per_response(batch["logprobs"], batch["ref_logprobs"], batch["mask"])
     score, kl = (plain(f"{x[row]:.2f}").strip() for x in (batch["scores"], kl))
-    cut = "" if batch["ended"][row] else f" (it was cut off, which costs {PPOConfig.missing_eos_penalty:g})"
+    cut = (
+        ""
+        if batch["ended"][row]
+        else f" (it was cut off, which costs {PPOConfig.missing_eos_penalty:g})"
+    )
     print(f"    score {score}{cut}  KL {kl}  beta {kl_coef:g}")
     with contextlib.redirect_stdout(io.StringIO()) as table:
         trace(batch, row, lambda token: spelled(token, tokenizer))

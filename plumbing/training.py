@@ -21,9 +21,7 @@ from plumbing.tokenizer import Tokenizer
 
 @dataclass
 class FitConfig:
-    epochs: int = (
-        0  # passes over the training rows; 0: as many as lower the validation loss [0, inf]
-    )
+    epochs: int = 0  # passes over the rows; 0: until validation stops falling [0, inf]
     max_steps: int = 1300  # steps at most, when --epochs does not say how many [1, inf]
     batch_size: int = 64  # rows per step [1, inf]
     micro_batch: int = 0  # rows in memory at once in a step; 0: all of them [0, inf]

@@ -1,21 +1,27 @@
-"""PPO's neighbours: the first seven files replace one function of PPO, the other three what is
-around it. Each says what differs, why, and where it comes from.
+"""PPO's neighbours. Each file first shows, by itself, the function that differs, and says why and
+where it comes from.
+
+Another `credit` (what does each token deserve?), another `loss_of`, or both; all else is
+train_ppo.py:
 
 reinforce      every token's log pi times what came of it: no clip, no lambda
 rloo           several responses to a prompt are each other's baseline
 grpo           the same with mean and standard deviation, and the KL in the loss
 sequence_ppo   the whole response is one action
 ppo_penalty    a penalty on the KL to the old policy instead of the clip
-best_of_n      imitate the best of n responses, again and again
+best_of_n      imitate the best of n responses, again and again: another algorithm, same loop
+
+With a loop of its own:
+
 dpo            straight from the pairs: no reward model, no sampling
+
+Around the algorithm:
+
 ensemble       three reward models instead of one
 iterate        the judge labels what PPO writes, and the reward model learns from that too
 outgrow        the same models under TRL, in several processes
 
-The first seven give train_ppo.main() another `iterate`. It is called as minippo.ppo_iteration is,
-and then with its own flags (`own`, dataclasses) and with the rows of the files named in `also`;
-`without` names the flags of PPO that it does not read. Data, log, --resume and report are those of
-train_ppo.py. All is written to out/NAME, where ppo.pt and "PPO" in the report mean the variation.
+Each writes to out/NAME, where ppo.pt is the policy that it has trained.
 
 Where a file speaks of its *expected step*, it means, on average over what is sampled, one plain
 gradient step (no Adam, no value loss) on the loss summed, not averaged, over the tokens.
@@ -26,34 +32,26 @@ import subprocess
 import sys
 from pathlib import Path
 
-from minippo import describe, merge, ppo_loss, ppo_update
-from plumbing.settings import UserError
+from plumbing.errors import UserError
+from plumbing.settings import read_flags
 
 ROOT = Path(__file__).parents[1]
-# Flags that some variations do not read, for `without`
+# Flags of train_ppo.py that algorithms without a value function do not read
 CRITIC = ("gamma", "lam", "vf_coef", "value_clip", "separate_critic", "critic_lr", "head_lr")
-EXTRAS = ("entropy_coef", "kl_loss_coef")  # terms of minippo.ppo_loss that other losses do not have
-HERE_ALONE = (
-    *CRITIC, *EXTRAS, "kl_target", "kl_horizon", "ref_update_every", "policy", "reference",
-    "reward", "length_penalty", "dtype", "micro_batch", "grad_checkpoint", "resume", "overwrite",
-    "save_every", "tensorboard",
-)  # fmt: skip
+TERMS = ("entropy_coef", "kl_loss_coef")  # terms of minippo.ppo_loss that other losses do not have
 
 
-def update(policy, optimizer, batch, config, kl_coef, micro_batch, loss_of=ppo_loss):
-    """How minippo.ppo_iteration ends -> the batch, and what to watch."""
-    passes = ppo_update(policy, optimizer, batch, config, micro_batch, loss_of)
-    return batch, {**describe(batch, kl_coef), **merge(passes), "passes": passes}
+def take_flags(doc, settings, unread=()):
+    """The flags of a variation, taken out of the command line: train_ppo.py reads the others.
+    unread: flags of train_ppo.py that would have no effect here, and so are refused."""
+    for word in sys.argv[1:]:
+        if word.startswith("--") and word[2:].partition("=")[0] in unread:
+            raise UserError(f"{word} has no effect on this algorithm; leave it out")
+    (settings,) = read_flags(doc, settings, partly=True)
+    return settings
 
 
-def groups(prompts, k):
-    """B prompts (lists of ids) -> the first B / k of them, each k times in a row."""
-    if len(prompts) % k:
-        raise UserError(f"--batch_size {len(prompts)}: should be a multiple of {k}, the group size")
-    return [prompt for prompt in prompts[: len(prompts) // k] for _ in range(k)]
-
-
-def run_script_apart(*words):
+def run_python(*words):
     """Python with these words, for instance a script and its flags, in a process of its own."""
     status = subprocess.run([sys.executable, *map(str, words)]).returncode
     if status:

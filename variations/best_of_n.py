@@ -1,4 +1,5 @@
-"""Imitate the best of n: sample n responses to each prompt, train on the best one, and repeat.
+"""Imitate the best of n, another algorithm than PPO: sample n responses to each prompt, train on
+the best one, and repeat.
 
     python -m variations.best_of_n --n 4    after train_sft.py and train_rm.py
 
@@ -15,47 +16,51 @@ was made from pi (tests/test_variations.py, to 1e-9). The step depends on which 
 and not on by how much. The other n - 1 responses only take part in this comparison.
 """
 
-from dataclasses import dataclass, replace
+import sys
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 import train_ppo
-from minippo import describe, evaluate_actions, kl_per_response, masked_mean, merge, ppo_update
-from plumbing.settings import run_script
-from variations import CRITIC, EXTRAS, groups
+from minippo import evaluate_actions, kl_per_response
+from plumbing.errors import run_script
+from variations import CRITIC, TERMS, take_flags
+
+
+def best_rows(rewards, n):
+    """(B,), the n responses to a prompt in a row -> (B,): true for the best of each n."""
+    best = rewards.view(-1, n).argmax(1, keepdim=True)  # (B / n, 1)
+    return (torch.arange(n, device=rewards.device) == best).flatten()
+
+
+def best_of_n_credit(batch, config, kl_coef, n):
+    mask = batch["mask"]
+    kl, _ = kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], mask)
+    rewards = batch["scores"] - kl_coef * kl  # (B,)
+    return {"chosen": best_rows(rewards, n)}
+
+
+def imitation_loss(policy, batch, config):
+    mask, chosen = batch["mask"], batch["chosen"][:, None]
+    logprobs, _, _ = evaluate_actions(
+        policy, batch["tokens"], mask, config.temperature, with_entropy=False
+    )
+    count = max(1, int((mask & chosen).sum()))  # a minibatch may hold none of the best
+    loss = -(logprobs * chosen).sum() / count
+    return loss, {"loss": loss.item(), "count": count}
 
 
 @dataclass
 class BestConfig:
-    n: int = 4  # responses to each prompt, of which batch_size / n are drawn
+    n: int = 4  # responses to each prompt, of which batch_size / n are drawn [1, inf]
 
 
-def best_rows(rewards, n):
-    """(B,), the n responses to a prompt in a row -> (B / n,), the number of the best of each n."""
-    return rewards.view(-1, n).argmax(1) + torch.arange(0, len(rewards), n, device=rewards.device)
-
-
-def imitation_loss(policy, batch, config):
-    mask, how = batch["mask"], (config.temperature, False)
-    logprobs, _, _ = evaluate_actions(policy, batch["tokens"], mask, *how)
-    loss = -masked_mean(logprobs, mask)
-    return loss, {"loss": loss.item(), "tokens": int(mask.sum()), "ratio_max": 1.0}  # no old policy
-
-
-def best_of_n_iteration(
-    policy, ref, score, prompts, optimizer, config, kl_coef, rollout, micro_batch, own
-):
-    batch = rollout(policy, ref, score, groups(prompts, own.n), config)
-    kl, _ = kl_per_response(batch["logprobs"], batch["ref_logprobs"], batch["mask"])
-    rewards = batch["scores"] - kl_coef * kl  # (B,)
-    batch["returns"] = rewards[:, None] * batch["mask"]  # only for the log
-    best = best_rows(rewards, own.n)
-    chosen = {name: x[best] for name, x in batch.items()}
-    config = replace(config, minibatches=min(config.minibatches, len(best)))
-    passes = ppo_update(policy, optimizer, chosen, config, micro_batch, imitation_loss)
-    return batch, {**describe(batch, kl_coef), **merge(passes), "passes": passes}
+def main():
+    flags = take_flags(__doc__, BestConfig(), unread=("clip_eps", "whiten", *CRITIC, *TERMS))
+    sys.argv += ["--group_size", str(flags.n)]
+    train_ppo.main(partial(best_of_n_credit, n=flags.n), imitation_loss, "best of n")
 
 
 if __name__ == "__main__":
-    flags = {"own": [BestConfig()], "without": ("clip_eps", *CRITIC, *EXTRAS)}
-    run_script(lambda: train_ppo.main(best_of_n_iteration, "best_of_n", __doc__, **flags))
+    run_script(main)

@@ -21,9 +21,10 @@ from pathlib import Path
 import torch
 
 from plumbing.checkpoints import load_checkpoint
-from plumbing.settings import RunConfig, UserError, read_flags, run_script
-from plumbing.text import encode_rows, pad
-from variations import ROOT, copy_files, run_script_apart
+from plumbing.errors import UserError, run_script
+from plumbing.settings import RunConfig, read_flags
+from plumbing.rows import encode_rows, pad
+from variations import ROOT, copy_files, run_python
 
 
 @dataclass
@@ -31,7 +32,7 @@ class EnsembleConfig:
     data: str = RunConfig.data  # folder with the pairs
     models: str = "out"  # folder of sft.pt
     out: str = "out/ensemble"  # folder for the reward models, 1/rm.pt and so on; it goes on there
-    members: int = 3  # reward models; their seeds are 1, 2, ...
+    members: int = 3  # reward models; their seeds are 1, 2, ... [1, inf]
 
 
 def main():
@@ -39,7 +40,7 @@ def main():
     for seed in range(1, config.members + 1):
         out, flags = Path(config.out) / str(seed), ["--data", config.data, "--seed", seed]
         copy_files(config.models, "sft.pt", out)
-        run_script_apart(ROOT / "train_rm.py", "--out", out, "--resume", *flags)
+        run_python(ROOT / "train_rm.py", "--out", out, "--resume", *flags)
 
 
 @functools.cache

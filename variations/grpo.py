@@ -19,20 +19,14 @@ tokens  count less in long responses. --no_length: all alike (Dr. GRPO divides b
 k3      q - 1 - log q as a loss has the gradient of KL(ref || pi); PPO's J has KL(pi || ref).
 """
 
+import sys
 from dataclasses import dataclass
 from functools import partial
 
 import train_ppo
 from minippo import evaluate_actions, masked_mean, policy_loss
-from plumbing.settings import run_script
-from variations import CRITIC, EXTRAS, groups, update
-
-
-@dataclass
-class GRPOConfig:
-    k: int = 4  # responses to each prompt, of which batch_size / k are drawn
-    no_std: bool = False  # do not divide by the standard deviation of the group
-    no_length: bool = False  # all tokens count the same, those of long responses too
+from plumbing.errors import run_script
+from variations import CRITIC, TERMS, take_flags
 
 
 def group_advantages(scores, k, no_std=False):
@@ -43,28 +37,43 @@ def group_advantages(scores, k, no_std=False):
     return (advantages / std).flatten()
 
 
-def grpo_loss(policy, batch, config, beta):
-    mask, weights, how = batch["mask"], batch["weights"], (config.temperature, False)
-    logprobs, _, _ = evaluate_actions(policy, batch["tokens"], mask, *how)
-    old = batch["logprobs"], weights * batch["advantages"]
-    loss, stats = policy_loss(logprobs, *old, mask, config.clip_eps)
+def grpo_credit(batch, config, kl_coef, k, no_std=False):
+    mask, scores = batch["mask"], batch["scores"]
+    advantages = group_advantages(scores, k, no_std)[:, None] * mask
+    return {"advantages": advantages, "whitened": advantages}
+
+
+def grpo_loss(policy, batch, config, no_length=False):
+    mask, lengths = batch["mask"], batch["mask"].sum(1, keepdim=True)
+    logprobs, _, _ = evaluate_actions(
+        policy, batch["tokens"], mask, config.temperature, with_entropy=False
+    )
+    # With these weights the mean over all tokens is the mean over responses of their means.
+    weights = (1.0 if no_length else lengths.to(logprobs).mean() / lengths) * mask  # (B, T-1)
+    old_logprobs, advantages = batch["old_logprobs"], weights * batch["whitened"]
+    loss, stats = policy_loss(logprobs, old_logprobs, advantages, mask, config.clip_eps)
     log_q = (batch["ref_logprobs"] - logprobs) * mask
-    loss = loss + beta * masked_mean(weights * (log_q.exp() - 1 - log_q), mask)
-    return loss, {"loss": loss.item(), "tokens": int(mask.sum()), **stats}
+    loss = loss + config.kl_coef * masked_mean(weights * (log_q.exp() - 1 - log_q), mask)
+    count = int(mask.sum()) if no_length else len(mask)  # a mean over tokens, or over responses
+    return loss, {"loss": loss.item(), "count": count, **stats}
 
 
-def grpo_iteration(
-    policy, ref, score, prompts, optimizer, config, kl_coef, rollout, micro_batch, own
-):
-    batch = rollout(policy, ref, score, groups(prompts, own.k), config)
-    mask, lengths = batch["mask"], batch["mask"].sum(1, keepdim=True).to(batch["scores"])
-    shares = 1.0 if own.no_length else lengths.mean() / lengths  # (B, 1), around 1
-    batch["advantages"] = group_advantages(batch["scores"], own.k, own.no_std)[:, None] * mask
-    batch |= {"weights": shares * mask, "returns": batch["scores"][:, None] * mask}
-    loss_of = partial(grpo_loss, beta=kl_coef)
-    return update(policy, optimizer, batch, config, kl_coef, micro_batch, loss_of)
+@dataclass
+class GRPOConfig:
+    k: int = 4  # responses to each prompt, of which batch_size / k are drawn [2, inf]
+    no_std: bool = False  # do not divide by the standard deviation of the group
+    no_length: bool = False  # all tokens count the same, those of long responses too
+
+
+UNREAD = (*CRITIC, *TERMS, "whiten", "kl_target", "kl_horizon")
+
+
+def main():
+    flags = take_flags(__doc__, GRPOConfig(), UNREAD)
+    sys.argv += ["--group_size", str(flags.k)]
+    credit = partial(grpo_credit, k=flags.k, no_std=flags.no_std)
+    train_ppo.main(credit, partial(grpo_loss, no_length=flags.no_length), "GRPO")
 
 
 if __name__ == "__main__":
-    flags = {"own": [GRPOConfig()], "without": CRITIC + EXTRAS}
-    run_script(lambda: train_ppo.main(grpo_iteration, "grpo", __doc__, **flags))
+    run_script(main)

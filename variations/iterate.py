@@ -21,9 +21,10 @@ from data.zoo import label
 from minippo import PPOConfig
 from plumbing.checkpoints import load_checkpoint
 from plumbing.report import respond
-from plumbing.settings import RunConfig, read_flags, run_script
-from plumbing.text import load_jsonl
-from variations import ROOT, copy_files, run_script_apart
+from plumbing.errors import run_script
+from plumbing.settings import RunConfig, read_flags
+from plumbing.rows import load_jsonl
+from variations import ROOT, copy_files, run_python
 
 
 @dataclass
@@ -31,9 +32,11 @@ class IterateConfig:
     data: str = RunConfig.data  # folder of the default data
     models: str = "out"  # folder of sft.pt and of the first rm.pt
     out: str = "out/iterate"  # folder for the rounds; where they were interrupted, they go on
-    rounds: int = 3  # times that PPO runs; a new reward model is trained before each but the first
-    pairs: int = 8000  # new pairs in a round, less those of two equal answers
-    seed: int = 0  # seed of everything random
+    rounds: int = (
+        3  # times that PPO runs; a new reward model is trained before each but the first [1, inf]
+    )
+    pairs: int = 8000  # new pairs in a round, less those of two equal answers [1, inf]
+    seed: int = 0  # seed of everything random [0, 2147483648]
     ppo: str = ""  # more flags for train_ppo.py, in quotes; a single word as --ppo=--no_report
 
 
@@ -43,7 +46,7 @@ def main():
     for number in range(1, config.rounds + 1):
         out = Path(config.out) / str(number)
         same = "--out", out, "--seed", config.seed, "--resume", "--data"
-        run_script_apart(ROOT / "train_ppo.py", *same, config.data, "--models", models, *more)
+        run_python(ROOT / "train_ppo.py", *same, config.data, "--models", models, *more)
         if number < config.rounds:
             copy_files(config.models, "sft.pt", out)
             copy_files(data, "pr*.jsonl", out / "data")  # pairs and prompts
@@ -51,7 +54,7 @@ def main():
             rows = map(json.dumps, new_pairs(out, config.pairs, config.seed + number))
             with open(data / "pref_train.jsonl", "a") as file:
                 print(*rows, sep="\n", file=file)
-            run_script_apart(ROOT / "train_rm.py", *same, data)
+            run_python(ROOT / "train_rm.py", *same, data)
 
 
 def new_pairs(out, count, seed):

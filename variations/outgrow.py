@@ -8,38 +8,66 @@ makes of sft.pt and rm.pt becomes ppo.pt. Flags, prompts and report are those of
 
 from importlib.util import find_spec
 
-import train_ppo
 from minippo import PPOConfig
+from plumbing.checkpoints import save_checkpoint
+from plumbing.errors import UserError, run_script
 from plumbing.hf import export, read_gpt2, read_scorer
-from plumbing.settings import RunConfig, UserError, prepare, read_flags, run_script
-from variations import HERE_ALONE
-from variations.grpo import GRPOConfig
+from plumbing.models import load_models
+from plumbing.report import make_report, print_report
+from plumbing.rows import read_prompts
+from plumbing.settings import RunConfig, prepare, read_flags
+from train_ppo import StageConfig
+from variations import CRITIC, take_flags
+from variations.grpo import UNREAD, GRPOConfig
+
+HERE_ALONE = (  # what TRL does not read, or reads by another name
+    *("ref_update_every", "policy", "reference", "reward", "length_penalty", "group_size"),
+    *("dtype", "micro_batch", "grad_checkpoint", "resume", "overwrite", "save_every"),
+    *("tensorboard",),
+)
 
 
-def train_grpo(run, config, stage, own, prompts, tokenizer, processes):
+def train_grpo(run, config, stage, flags, prompts, tokenizer, processes):
     import trl
     from datasets import Dataset
 
-    scorer, M, B = read_scorer(run.out / "rm"), config.minibatches, config.batch_size
-    each = M * config.epochs  # gradient steps in an iteration
-    if B % own.k or B % (M * processes):
-        raise UserError(f"--batch_size {B}: should be a multiple of {own.k} and of {M * processes}")
+    scorer, M, B = read_scorer(run.out / "rm"), config.minibatches, stage.batch_size
+    steps = M * config.epochs  # gradient steps in an iteration
+    if B % flags.k or B % (M * processes):
+        multiple = f"should be a multiple of {flags.k} and of {M * processes}"
+        raise UserError(f"--batch_size {B}: {multiple}")
 
     def score(prompts, completions, completion_ids, **_):
         scored = zip(scorer(prompts, completions), completion_ids)
         return [x - config.missing_eos_penalty * (y[-1] != tokenizer.eos) for x, y in scored]
 
     arguments = trl.GRPOConfig(
-        per_device_train_batch_size=B // M // processes, steps_per_generation=M,
-        num_iterations=config.epochs, max_steps=config.steps * each, learning_rate=config.lr,
-        warmup_steps=config.warmup * each, max_grad_norm=config.max_grad_norm, adam_beta2=0.95,
-        num_generations=own.k, beta=config.kl_coef, epsilon=config.clip_eps, seed=run.seed,
-        scale_rewards="none" if own.no_std else "group", use_bias_correction_kl=False,
-        loss_type="dapo" if own.no_length else "grpo", disable_dropout=True, bf16=False,
-        temperature=config.temperature, max_completion_length=config.max_new_tokens,
-        gradient_checkpointing=False, use_cpu=run.device == "cpu", output_dir=str(run.out),
-        save_strategy="no", logging_steps=each, adam_epsilon=stage.adam_eps,
-    )  # fmt: skip
+        output_dir=str(run.out),
+        seed=run.seed,
+        use_cpu=run.device == "cpu",
+        bf16=False,
+        disable_dropout=True,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        logging_steps=steps,
+        per_device_train_batch_size=B // M // processes,
+        steps_per_generation=M,
+        num_iterations=config.epochs,
+        max_steps=stage.steps * steps,
+        learning_rate=stage.lr,
+        warmup_steps=stage.warmup * steps,
+        max_grad_norm=config.max_grad_norm,
+        adam_beta2=0.95,
+        adam_epsilon=stage.adam_eps,
+        num_generations=flags.k,
+        temperature=config.temperature,
+        max_completion_length=config.max_new_tokens,
+        beta=config.kl_coef,
+        epsilon=config.clip_eps,
+        scale_rewards="none" if flags.no_std else "group",
+        loss_type="dapo" if flags.no_length else "grpo",
+        use_bias_correction_kl=False,
+    )
     rows = Dataset.from_dict({"prompt": [tokenizer.decode(prompt) for prompt in prompts]})
     trainer = trl.GRPOTrainer(str(run.out / "sft"), score, arguments, rows)
     trainer.train()
@@ -51,19 +79,27 @@ def main(train=train_grpo):
     if not find_spec("trl"):
         raise UserError("the package trl is missing; pip install trl==1.12.0")
     from accelerate import PartialState  # comes with it
-    defaults = RunConfig(out="out/outgrow"), PPOConfig(), train_ppo.StageConfig(models="out")
-    run, config, stage, own = read_flags(__doc__, *defaults, GRPOConfig(), without=HERE_ALONE)
-    models, prompts, val_prompts, _ = train_ppo.load(run, config, stage)
+
+    flags = take_flags(__doc__, GRPOConfig(), (*UNREAD, *CRITIC, *HERE_ALONE))
+    defaults = RunConfig(out="out/outgrow"), PPOConfig(), StageConfig(models="out")
+    run, config, stage = read_flags(__doc__, *defaults)
     processes = PartialState(cpu=run.device == "cpu")
+    models = load_models(stage.models, run.device)
+    context = models.policy.config.context
+    prompts = read_prompts(run.data, "train", models.tokenizer, context)
     if processes.is_main_process:
         prepare(run)
         for kind in ("sft", "rm"):
             export(f"{stage.models}/{kind}.pt", run.out / kind)
     processes.wait_for_everyone()
-    train(run, config, stage, own, prompts, models.tokenizer, processes.num_processes)
+    train(run, config, stage, flags, prompts, models.tokenizer, processes.num_processes)
     if processes.is_main_process:
         models.policy = read_gpt2(run.out / "policy")[0].to(run.device).eval()
-        train_ppo.finish(models, val_prompts, prompts, run, config, stage)
+        save_checkpoint(run.out / "ppo.pt", "ppo", models.policy, models.tokenizer)
+        if not stage.no_report:
+            val_prompts = read_prompts(run.data, "val", models.tokenizer, context)
+            report = make_report(models, prompts, val_prompts, run, config, stage, "TRL's GRPO")
+            print_report(report)
 
 
 if __name__ == "__main__":

@@ -11,60 +11,67 @@ each update, d is the KL from the old policy to the new, and the coefficient c i
 
 The bounds are ours: Adam's steps are about as long whatever c is, so without them c can run away.
 The KL is estimated by k3 with q = pi / old. The mean of k3 is the KL, and the mean of its gradient
-is that of the KL: E_old[grad q] = grad sum_a pi(a) = 0. The optimizer keeps c, for --resume.
+is that of the KL: E_old[grad q] = grad sum_a pi(a) = 0. Here d is measured on the last minibatch of
+the update, before its own step.
 """
 
+import math
 from dataclasses import dataclass
-from functools import partial
-
-import torch
 
 import train_ppo
-from minippo import evaluate_actions, gae, kl_adjusted_rewards, masked_mean, merge, policy_loss
-from minippo import value_loss, whiten
-from plumbing.settings import run_script
-from variations import EXTRAS, update
+from minippo import credit, evaluate_actions, masked_mean, policy_loss, value_loss
+from plumbing.errors import run_script
+from variations import TERMS, take_flags
 
 
 @dataclass
-class PenaltyConfig:
-    penalty: float = 1.0  # c in the first iteration
-    target: float = 0.01  # KL from the old policy to the new, nats per token, that c steers to
+class PenaltyLoss:
+    """The loss of an update, and a memory: c, and d as it was last measured."""
+
+    penalty: float = 1.0  # c in the first iteration [0, inf]
+    target: float = 0.01  # KL from the old policy to the new, nats per token, to steer to [0, inf]
+
+    def __post_init__(self):
+        self.c, self.d = self.penalty, None
+
+    def __call__(self, policy, batch, config):
+        mask, old_logprobs = batch["mask"], batch["old_logprobs"]
+        logprobs, values, _ = evaluate_actions(
+            policy, batch["tokens"], mask, config.temperature, with_entropy=False
+        )
+        loss, stats = policy_loss(logprobs, old_logprobs, batch["whitened"], mask, math.inf)
+        log_ratio = logprobs - old_logprobs
+        kl = masked_mean(log_ratio.exp() - 1 - log_ratio, mask)
+        value_term, value_stats = value_loss(
+            values, batch["old_values"], batch["returns"], mask, config.value_clip
+        )
+        loss = loss + self.c * kl + config.vf_coef * value_term
+        self.d = kl.item()
+        stats |= {"loss": loss.item(), "count": int(mask.sum()), "penalty": self.c}
+        return loss, stats | value_stats
+
+    def adapt_and_credit(self, batch, config, kl_coef):
+        """PPO's credit; before it, c follows from the update that has just ended."""
+        if self.d is not None:
+            self.c = adapt_penalty(self.c, self.d, self.target)
+        return credit(batch, config, kl_coef)
+
+    def state_dict(self):
+        return {"c": self.c, "d": self.d}
+
+    def load_state_dict(self, state):
+        self.c, self.d = state["c"], state["d"]
 
 
-def penalty_loss(policy, batch, config, penalty):
-    mask, old, returns = batch["mask"], batch["logprobs"], batch["returns"]
-    logprobs, values, _ = evaluate_actions(policy, batch["tokens"], mask, config.temperature, False)
-    loss, stats = policy_loss(logprobs, old, batch["advantages"], mask, float("inf"))
-    kl = masked_mean((logprobs - old).exp() - 1 - (logprobs - old), mask)
-    values_loss, more = value_loss(values, batch["values"], returns, mask, config.value_clip)
-    loss = loss + penalty * kl + config.vf_coef * values_loss
-    return loss, {"loss": loss.item(), "tokens": int(mask.sum()), **stats, **more}
+def adapt_penalty(c, d, target):
+    factor = 0.5 if d < target / 1.5 else 2.0 if d > target * 1.5 else 1.0
+    return min(max(factor * c, 0.01), 100.0)
 
 
-def adapt(penalty, kl, target):
-    factor = 0.5 if kl < target / 1.5 else 2.0 if kl > target * 1.5 else 1.0
-    return min(max(factor * penalty, 0.01), 100.0)
-
-
-def penalty_iteration(
-    policy, ref, score, prompts, optimizer, config, kl_coef, rollout, micro_batch, own
-):
-    batch, group = rollout(policy, ref, score, prompts, config), optimizer.param_groups[0]
-    old, mask, c = batch["logprobs"], batch["mask"], group.setdefault("penalty", own.penalty)
-    rewards = kl_adjusted_rewards(batch["scores"], old, batch["ref_logprobs"], mask, kl_coef)
-    advantages, returns = gae(rewards, batch["values"], mask, config.gamma, config.lam)
-    batch |= {"rewards": rewards, "advantages": whiten(advantages, mask), "returns": returns}
-    loss_of = partial(penalty_loss, penalty=c)
-    batch, stats = update(policy, optimizer, batch, config, kl_coef, micro_batch, loss_of)
-    rows = torch.arange(len(mask), device=mask.device).split(micro_batch or len(mask))
-    with torch.no_grad():  # once more, after the last step
-        after = [loss_of(policy, {k: x[i] for k, x in batch.items()}, config)[1] for i in rows]
-    d = merge(after)["approx_kl"]
-    group["penalty"] = adapt(c, d, own.target)
-    return batch, stats | {"penalty": c, "old_kl": d}
+def main():
+    loss = take_flags(__doc__, PenaltyLoss(), unread=("clip_eps", *TERMS))
+    train_ppo.main(loss.adapt_and_credit, loss, "PPO penalty")
 
 
 if __name__ == "__main__":
-    flags = {"own": [PenaltyConfig()], "without": ("clip_eps", *EXTRAS)}
-    run_script(lambda: train_ppo.main(penalty_iteration, "ppo_penalty", __doc__, **flags))
+    run_script(main)

@@ -22,13 +22,34 @@ The gradient is this one as long as the policy is the one that has sampled, so i
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 import train_ppo
-from minippo import gae, kl_adjusted_rewards
-from plumbing.settings import run_script
-from variations import update
+from minippo import gae, kl_adjusted_rewards, ppo_loss
+from plumbing.errors import UserError, run_script
+from variations import take_flags
+
+
+def reinforce_credit(batch, config, kl_coef, total=False, baseline=False):
+    old_logprobs, ref_logprobs, mask = batch["old_logprobs"], batch["ref_logprobs"], batch["mask"]
+    rewards = kl_adjusted_rewards(batch["scores"], old_logprobs, ref_logprobs, mask, kl_coef)
+    values = batch["old_values"] * baseline  # (B, T-1)
+    advantages, returns = gae(rewards, values, mask, 1.0, 1.0)  # lam = 1: the return less the value
+    if total:  # all rewards of the response, also those before the token
+        advantages = torch.where(mask, rewards.sum(1, keepdim=True) - values, 0.0)
+    return {
+        "rewards": rewards,
+        "advantages": advantages,
+        "whitened": advantages,
+        "returns": returns,
+    }
+
+
+def reinforce_loss(policy, batch, config, baseline=False):
+    no_clip = replace(config, clip_eps=math.inf, vf_coef=config.vf_coef * baseline)
+    return ppo_loss(policy, batch, no_clip)
 
 
 @dataclass
@@ -38,29 +59,15 @@ class ReinforceConfig:
 
     def __post_init__(self):
         if self.credit not in ("total", "to_go"):
-            raise ValueError(f"--credit {self.credit}: should be total or to_go")
+            raise UserError(f"--credit {self.credit}: should be total or to_go")
 
 
-def reinforce_advantages(rewards, values, mask, credit):
-    """(B, T-1) each, values 0 for no baseline -> advantages and returns."""
-    to_go, returns = gae(rewards, values, mask, 1.0, 1.0)  # lam = 1: the return less the value
-    total = torch.where(mask, rewards.sum(1, keepdim=True) - values, 0.0)
-    return {"total": total, "to_go": to_go}[credit], returns
-
-
-def reinforce_iteration(
-    policy, ref, score, prompts, optimizer, config, kl_coef, rollout, micro_batch, own
-):
-    batch = rollout(policy, ref, score, prompts, config)
-    logprobs, ref_logprobs, mask = batch["logprobs"], batch["ref_logprobs"], batch["mask"]
-    rewards = kl_adjusted_rewards(batch["scores"], logprobs, ref_logprobs, mask, kl_coef)
-    values = batch["values"] * own.baseline
-    advantages, returns = reinforce_advantages(rewards, values, mask, own.credit)
-    batch |= {"rewards": rewards, "values": values, "advantages": advantages, "returns": returns}
-    config = replace(config, clip_eps=math.inf, vf_coef=config.vf_coef * own.baseline)
-    return update(policy, optimizer, batch, config, kl_coef, micro_batch)
+def main():
+    flags = take_flags(__doc__, ReinforceConfig(), unread=("gamma", "lam", "clip_eps", "whiten"))
+    total, baseline = flags.credit == "total", flags.baseline
+    credit = partial(reinforce_credit, total=total, baseline=baseline)
+    train_ppo.main(credit, partial(reinforce_loss, baseline=baseline), "REINFORCE")
 
 
 if __name__ == "__main__":
-    flags = {"own": [ReinforceConfig()], "without": ["gamma", "lam", "clip_eps"]}
-    run_script(lambda: train_ppo.main(reinforce_iteration, "reinforce", __doc__, **flags))
+    run_script(main)

@@ -18,17 +18,14 @@ because it hardly ever acts in the two steps taken there on each batch; here --c
 the same four steps as in PPO. An iteration has 1 / k as many prompts as one of PPO.
 """
 
+import sys
 from dataclasses import dataclass, replace
+from functools import partial
 
 import train_ppo
-from minippo import kl_per_response
-from plumbing.settings import run_script
-from variations import CRITIC, groups, update
-
-
-@dataclass
-class RLOOConfig:
-    k: int = 4  # responses to each prompt, of which batch_size / k are drawn
+from minippo import kl_per_response, ppo_loss
+from plumbing.errors import run_script
+from variations import CRITIC, take_flags
 
 
 def leave_one_out(rewards, k):
@@ -38,18 +35,29 @@ def leave_one_out(rewards, k):
     return (rewards - others).flatten()
 
 
-def rloo_iteration(
-    policy, ref, score, prompts, optimizer, config, kl_coef, rollout, micro_batch, own
-):
-    batch = rollout(policy, ref, score, groups(prompts, own.k), config)
+def rloo_credit(batch, config, kl_coef, k):
     mask = batch["mask"]
-    kl, _ = kl_per_response(batch["logprobs"], batch["ref_logprobs"], mask)
+    kl, _ = kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], mask)
     rewards = batch["scores"] - kl_coef * kl  # (B,)
-    batch["advantages"] = leave_one_out(rewards, own.k)[:, None] * mask
-    batch["returns"] = rewards[:, None] * mask  # only for the log: nothing learns from it
-    return update(policy, optimizer, batch, replace(config, vf_coef=0.0), kl_coef, micro_batch)
+    advantages = leave_one_out(rewards, k)[:, None] * mask
+    returns = rewards[:, None] * mask
+    return {"advantages": advantages, "whitened": advantages, "returns": returns}
+
+
+def rloo_loss(policy, batch, config):
+    return ppo_loss(policy, batch, replace(config, vf_coef=0.0))  # no value function
+
+
+@dataclass
+class RLOOConfig:
+    k: int = 4  # responses to each prompt, of which batch_size / k are drawn [2, inf]
+
+
+def main():
+    flags = take_flags(__doc__, RLOOConfig(), unread=(*CRITIC, "whiten"))
+    sys.argv += ["--group_size", str(flags.k)]
+    train_ppo.main(partial(rloo_credit, k=flags.k), rloo_loss, "RLOO")
 
 
 if __name__ == "__main__":
-    flags = {"own": [RLOOConfig()], "without": CRITIC}
-    run_script(lambda: train_ppo.main(rloo_iteration, "rloo", __doc__, **flags))
+    run_script(main)

@@ -22,8 +22,44 @@ import torch
 
 import train_ppo
 from minippo import evaluate_actions, kl_per_response, policy_loss, value_loss, whiten
-from plumbing.settings import run_script
-from variations import EXTRAS, update
+from plumbing.errors import run_script
+from variations import TERMS, take_flags
+
+
+def at_first_token(x, mask):
+    """(B, T-1) -> (B, 1): the number at the first token of each response."""
+    return x.gather(1, mask.int().argmax(1, keepdim=True))
+
+
+def every_row(x):
+    """A mask over (B, 1) that leaves nothing out."""
+    return torch.ones_like(x, dtype=torch.bool)
+
+
+def sequence_credit(batch, config, kl_coef):
+    mask, values = batch["mask"], at_first_token(batch["old_values"], batch["mask"])  # (B, 1)
+    kl, _ = kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], mask)
+    returns = (batch["scores"] - kl_coef * kl)[:, None]  # (B, 1)
+    advantages = returns - values
+    whitened = whiten(advantages, every_row(advantages)) if config.whiten else advantages
+    credits = {"advantages": advantages, "whitened": whitened, "returns": returns}
+    return {name: x * mask for name, x in credits.items()}  # (B, T-1), the same at every token
+
+
+def sequence_loss(policy, batch, config, mean=False):
+    mask = batch["mask"]
+    logprobs, values, _ = evaluate_actions(
+        policy, batch["tokens"], mask, config.temperature, with_entropy=False
+    )
+    log_ratio = torch.where(mask, logprobs - batch["old_logprobs"], 0.0).sum(1, keepdim=True)
+    log_ratio = log_ratio / mask.sum(1, keepdim=True) if mean else log_ratio  # (B, 1)
+    names = "whitened", "old_values", "returns"
+    advantages, old_values, returns = (at_first_token(batch[name], mask) for name in names)
+    values, one = at_first_token(values, mask), every_row(log_ratio)
+    loss, stats = policy_loss(log_ratio, 0 * log_ratio, advantages, one, config.clip_eps)
+    value_term, value_stats = value_loss(values, old_values, returns, one, config.value_clip)
+    loss = loss + config.vf_coef * value_term
+    return loss, {"loss": loss.item(), "count": len(mask), **stats, **value_stats}
 
 
 @dataclass
@@ -31,40 +67,10 @@ class SequenceConfig:
     mean: bool = False  # the geometric mean of the ratios of the tokens, not their product
 
 
-def first(x, mask):
-    """(B, T-1) -> (B, 1): the number at the first token of each response."""
-    return x.gather(1, mask.int().argmax(1, keepdim=True))
-
-
-def sequence_loss(policy, batch, config, mean=False):
-    mask, tokens = batch["mask"], int(batch["mask"].sum())
-    logprobs, values, _ = evaluate_actions(policy, batch["tokens"], mask, config.temperature, False)
-    log_ratio = torch.where(mask, logprobs - batch["logprobs"], 0.0).sum(1, keepdim=True)  # (B, 1)
-    log_ratio = log_ratio / mask.sum(1, keepdim=True) if mean else log_ratio
-    recorded = batch["advantages"], batch["values"], batch["returns"]
-    values, advantages, old_values, returns = (first(x, mask) for x in (values, *recorded))
-    one = torch.ones_like(values, dtype=torch.bool)
-    loss, stats = policy_loss(log_ratio, 0 * log_ratio, advantages, one, config.clip_eps)
-    values_loss, more = value_loss(values, old_values, returns, one, config.value_clip)
-    loss = loss + config.vf_coef * values_loss
-    stats |= {"loss": loss.item(), "tokens": tokens, **more}
-    return loss * len(mask) / tokens, stats  # ppo_update multiplies by the tokens
-
-
-def sequence_iteration(
-    policy, ref, score, prompts, optimizer, config, kl_coef, rollout, micro_batch, own
-):
-    batch = rollout(policy, ref, score, prompts, config)
-    mask, values = batch["mask"], first(batch["values"], batch["mask"])
-    kl, _ = kl_per_response(batch["logprobs"], batch["ref_logprobs"], mask)
-    returns = (batch["scores"] - kl_coef * kl)[:, None]  # (B, 1)
-    advantages = whiten(returns - values, torch.ones_like(values, dtype=torch.bool))
-    advantages *= mask.sum() / len(mask) if own.mean else 1.0  # update() divides by the length too
-    batch |= {"advantages": advantages * mask, "values": values * mask, "returns": returns * mask}
-    loss_of = partial(sequence_loss, mean=own.mean)
-    return update(policy, optimizer, batch, config, kl_coef, micro_batch, loss_of)
+def main():
+    flags = take_flags(__doc__, SequenceConfig(), unread=("gamma", "lam", *TERMS))
+    train_ppo.main(sequence_credit, partial(sequence_loss, mean=flags.mean), "sequence PPO")
 
 
 if __name__ == "__main__":
-    flags = {"own": [SequenceConfig()], "without": ("gamma", "lam", *EXTRAS)}
-    run_script(lambda: train_ppo.main(sequence_iteration, "sequence_ppo", __doc__, **flags))
+    run_script(main)
