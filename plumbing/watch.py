@@ -127,7 +127,6 @@ class Watch:
             config,
             state.step,
             stage.steps,
-            stage.rollout_batch,
         )
         self.written = time.perf_counter()  # the page
 
