@@ -19,8 +19,8 @@ from plumbing.recorder import rounded
 from plumbing.settings import read_flags
 
 POINTS = 400  # of a curve at most; where a log has more lines, a point is the mean of several
-PATH = 40  # points of the way that score and KL have taken
-DIGITS = 5  # of each number: more than a screen shows
+PATH = 40  # points of score against KL
+DIGITS = 5  # of each number
 REPORT = (
     "beta",
     "seconds",
@@ -134,7 +134,7 @@ def curves(rows):
 def main():
     config, folders = read_flags(__doc__, PageConfig(), positional="FOLDER")
     if len(folders) > 1:
-        raise UserError(f"one folder is wanted, not {len(folders)} (-h explains the flags)")
+        raise UserError(f"one folder is wanted, not {len(folders)}")
     print(f"wrote {write_page(folders[0], config.models)}")
 
 

@@ -15,9 +15,9 @@ Both lists go from the lowest score to the highest. Of a response, these entries
     prompt, prompt_ids, ids, score, ended, judge
     tokens, log_pi, log_old, log_ref, kl, reward, value, return, advantage, whitened, ratio
 
-log_pi is that of the policy after the update. The others are of before it. The numbers of `sampled`
-are the batch's own. Those of `tracked` are computed as if they were part of the batch, by PPO's own
-`credit`: so another algorithm tracks no responses. What an algorithm does not have is left out.
+log_pi is of after the update, log_old and what follows from it of before. The numbers of `sampled`
+are the batch's. Those of `tracked` are computed as if they were part of it, by minippo.credit: so an
+algorithm with another credit tracks no responses. What it does not have is left out.
 """
 
 import json

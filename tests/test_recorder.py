@@ -19,6 +19,7 @@ CONFIG = PPOConfig(
 )
 SETTINGS = {"algorithm": "PPO", "kl_horizon": inf}
 BETA, STEPS = 0.3, 6
+PROMPTS = [[1], [2, 3], [4], [5, 6, 7], [8], [1, 2], [3], [4]]
 
 
 def judge(prompt, text):
@@ -27,13 +28,14 @@ def judge(prompt, text):
     return float(len(text))
 
 
-def train(path, steps=STEPS, config=CONFIG, settings=SETTINGS, resume_at=None, **more):
+def train(
+    path, steps=STEPS, config=CONFIG, settings=SETTINGS, resume_at=None, prompts=PROMPTS, **more
+):
     """A run of tiny models whose reference moves -> for each iteration policy and reference before
     it, the policy after it, and the batch."""
     torch.manual_seed(0)
     policy = tiny_gpt()
     ref, optimizer = frozen_copy(tiny_gpt()), torch.optim.SGD(policy.parameters(), 0.1)
-    prompts = more.pop("prompts", [[1], [2, 3], [4], [5, 6, 7], [8], [1, 2], [3], [4]])
 
     def recorder(step):
         return Recorder(path, settings, TOKENIZER, judge, policy, ref, config, step, steps)
@@ -127,13 +129,13 @@ def test_a_run_that_goes_on_leaves_the_same_file(tmp_path):
 
 
 def test_what_is_beyond_the_step_of_a_resumed_run_goes_and_nothing_before_its_first_line(tmp_path):
-    path = tmp_path / "x"
+    path, policy = tmp_path / "x", tiny_gpt()
     train(path)
-    whole, policy = read(path), tiny_gpt()
-    for step, kept in ((0, []), (1, [1]), (4, [1, 2]), (5, [1, 2, 5])):
+    whole = read(path)
+    for step, kept in ((0, 0), (1, 1), (3, 2), (4, 2), (5, 3)):
         it = Recorder(path, {}, TOKENIZER, judge, policy, policy, CONFIG, step, STEPS)
-        assert [line["step"] for line in it.lines] == kept and read(path) == whole
-        assert it.tracked == (whole[0]["tracked"] and it.lines[-1]["tracked"] if kept else [])
+        assert it.lines == whole[:kept] and read(path) == whole
+        assert it.tracked == (whole[kept - 1]["tracked"] if kept else [])
         assert len(it.before) == 6 * (step in (1, 4, 5))  # the next is to be recorded
     path.write_text('{"step": 1}\n{"step": 2, "trac')  # damaged: new responses are tracked
     assert Recorder(path, {}, TOKENIZER, judge, policy, policy, CONFIG, 2, STEPS).tracked == []
@@ -148,19 +150,20 @@ def test_another_algorithm_has_what_it_credits_and_tracks_nothing(tmp_path):
         loss = policy.value_head.weight.sum()
         return loss, {"loss": loss.item()}
 
-    plain = {"config": PPOConfig(max_new_tokens=400), "loss_of": loss_of}
-    for name, tracked in (("RLOO", 0), ("", 2), ("PPO", 2)):
-        path, settings = tmp_path / f"x{name}", {"algorithm": name}
-        seen = train(path, 1, settings=settings, credit=credit, **plain)
-        (line,) = read(path)
+    def line_of(settings, credit):
+        config = PPOConfig(max_new_tokens=400)
+        train(tmp_path / "x", 1, config, settings, credit=credit, loss_of=loss_of)
+        return read(tmp_path / "x")[0]
+
+    for settings, tracked in (({"algorithm": "RLOO"}, 0), ({"algorithm": ""}, 2), ({}, 2)):
+        line = line_of(settings, credit)
         assert len(line["tracked"]) == tracked and len(line["sampled"]) == 2  # of up to 400 tokens
         for x in line["sampled"]:
             assert "reward" not in x and "return" not in x and len(x["value"]) == len(x["ids"])
             assert set(x["advantage"]) == {x["score"]} and set(x["whitened"]) == {2 * x["score"]}
-    seen = train(tmp_path / "y", 1, settings={}, credit=lambda *_: {}, **plain)
-    (line,) = read(tmp_path / "y")
+    line = line_of({}, lambda *_: {})
     assert line["sampled"] == line["tracked"] == [] and (line["mean"], line["std"]) == (0, 1)
-    assert seen and line["settings"] == {} and line["judge"] > 0
+    assert line["settings"] == {} and line["judge"] > 0
 
 
 def test_what_is_not_whitened_is_left_as_it_is_and_unknown_prompts_have_no_grade(tmp_path):

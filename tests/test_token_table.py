@@ -4,14 +4,13 @@ import pytest
 import torch
 
 from cli import run
-from minippo import GPT, GPTConfig, RewardModel, evaluate_actions, gae, whiten
-from plumbing.checkpoints import load_checkpoint, save_checkpoint
-from plumbing.token_table import column_text
+from minippo import GPT, GPTConfig, RewardModel, evaluate_actions, gae, generate, whiten
+from plumbing.checkpoints import save_checkpoint
+from plumbing.token_table import TraceConfig, column_text, load_traced, print_table, trace_of
 from plumbing.tokenizer import Tokenizer
-from tiny import stir
+from tiny import assert_equal, stir
 
 BYTES, PROMPT = Tokenizer.train([], 257), "What?"  # a token is a byte
-IDS = {column_text(BYTES.spell(i)): i for i in range(257)}
 
 
 @pytest.fixture(scope="module")
@@ -28,82 +27,50 @@ def folder(tmp_path_factory):
     return out
 
 
-def ask(*args):
-    """-> for each response the line above its table, the ids, and the rows of numbers."""
-    status, printed, error = run("sample.py", *args, "--trace")
-    assert (status, error) == (0, "") and "-0.00" not in printed
-    tables, rows = [], None
-    for line in printed.splitlines():
-        cells = [line[4 + 10 * i :][:10].strip() for i in range(9)]
-        if line.startswith("    score "):
-            tables.append((line[10:], ids := [], rows := []))
-        elif cells[1:4] == ["log pi", "log ref", "KL"]:
-            assert cells[4:] == ["reward", "value", "advantage", "return", "whitened"]
-        elif rows is not None and line.startswith("    "):
-            ids.append(IDS[cells[0]])
-            rows.append([*map(float, cells[1:])])
-    return tables
-
-
+@pytest.mark.parametrize("reward", ["", "made_up:score"])
 @torch.no_grad()
-def expected(folder, ids, score, temperature, beta):
-    """The same from minippo's functions and the definition of the reward."""
-    policy, ref, rm = (
-        load_checkpoint(folder / f"{name}.pt", (name,))[0] for name in ("ppo", "sft", "rm")
-    )
-    tokens = torch.tensor([[*PROMPT.encode(), *ids]])
-    mask = torch.arange(1, tokens.shape[1])[None] >= len(PROMPT)
-    old, values, _ = evaluate_actions(policy, tokens, mask, temperature)
-    ref_logprobs, _, _ = evaluate_actions(ref, tokens, mask, temperature)
-    score = score or rm(tokens, torch.tensor([tokens.shape[1]])).item()
-    score -= ids[-1] != 256
-    kl = old - ref_logprobs
-    rewards = -beta * kl
-    rewards[0, -1] += score
-    advantages, returns = gae(rewards, values, mask, 1.0, 1.0)
-    whitened = whiten(advantages, mask)
-    columns = (old, ref_logprobs, kl, rewards, values, advantages, returns, whitened)
-    cut = "" if ids[-1] == 256 else " (it was cut off, which costs 1)"
-    head = f"{score:.2f}{cut}  KL {kl[mask].sum():.2f}  beta {beta:g}"
-    return head, torch.stack([x[mask] for x in columns], 1).tolist()
-
-
-CASES = [
-    (["--n", 8], None, 1.0, 0.1),
-    (["--kl_coef", 0.75, "--temperature", 0.7, "--top_k", 90], None, 0.7, 0.75),
-    (["--reward", "made_up:score", "--max_new_tokens", 3], 5.0, 1.0, 0.1),
-]
-
-
-@pytest.mark.parametrize("flags, score, temperature, beta", CASES)
 def test_every_number_of_a_table_is_what_its_definition_gives(
-    folder, tmp_path, monkeypatch, flags, score, temperature, beta
+    folder, tmp_path, monkeypatch, capsys, reward
 ):
     code = "def score(prompts, texts):\n    return [len(x) for x in prompts]\n"
     (tmp_path / "made_up.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    lengths = set()
-    for head, ids, rows in ask(folder / "ppo.pt", PROMPT, *flags):
-        wanted, numbers = expected(folder, ids, score, temperature, beta)
-        assert head == wanted and len(rows) == len(numbers)
-        for row, line in zip(rows, numbers):
-            assert row == pytest.approx(line, abs=0.0051)
-        lengths.add((len(ids), ids[-1] == 256))
-    assert len(lengths) > 3 or "--n" not in flags  # long and short ones, cut off and not
-    ((head, _, rows),) = ask(folder / "sft.pt", PROMPT)
-    assert "  KL 0.00  beta 0.1" in head and {row[2] for row in rows} == {0}
+    models = load_traced(folder / "ppo.pt", TraceConfig(trace=True, reward=reward))
+    sampled = generate(models.policy, [[*PROMPT.encode()]] * 8, 19)
+    batch = trace_of(sampled, models, 0.7, 0.75)
+    for row, (ids, mask) in enumerate(zip(*sampled[:2])):
+        ids, ended = ids[None, : len(PROMPT) + mask.sum()], ids[1:][mask][-1] == 256
+        mask = mask[None, : ids.shape[1] - 1]
+        ref_logprobs, _, _ = evaluate_actions(models.reference, ids, mask, 0.7)
+        old, values = (x[row : row + 1, : mask.shape[1]] for x in sampled[2:])
+        score = 5.0 if reward else models.reward_model(ids, torch.tensor([ids.shape[1]])).item()
+        score -= not ended
+        rewards = -0.75 * (old - ref_logprobs)
+        rewards[0, -1] += score
+        advantages, returns = gae(rewards, values, mask, 1.0, 1.0)
+        wanted = {"old_logprobs": old, "ref_logprobs": ref_logprobs, "old_values": values}
+        wanted |= {"rewards": rewards, "advantages": advantages, "returns": returns}
+        for name, x in (wanted | {"whitened": whiten(advantages, mask)}).items():
+            assert_equal(batch[name][row][batch["mask"][row]], x[mask], 1e-4)
+        print_table(batch, row, BYTES, 0.75)
+        head, titles, *lines = capsys.readouterr().out.splitlines()
+        cut = "" if ended else " (it was cut off, which costs 1)"
+        kl = (old - ref_logprobs)[mask].sum()
+        assert head == f"    score {score:.2f}{cut}  KL {kl:.2f}  beta 0.75"
+        assert titles.split()[:3] == ["action", "log", "pi"] and len(lines) == mask.sum()
+        for line, i in zip(lines, ids[:, 1:][mask].tolist()):
+            assert line[:14].strip() == column_text(BYTES.spell(i)) and len(line) == 94
+    assert 0 < batch["ended"].sum() < 8
 
 
 def test_a_trace_changes_no_response_and_what_is_missing_is_named(folder, tmp_path):
     path = tmp_path / "ppo.pt"
-    path.write_bytes((folder / "ppo.pt").read_bytes())
+    path.write_bytes((folder / "sft.pt").read_bytes())
     flags = [path, PROMPT, "--n", 2, "--seed", 3]
-    plainly, traced = (
-        run("sample.py", *flags, *more)[1] for more in ([], ["--trace", "--models", folder])
-    )
-    assert traced.startswith(plainly.split("\n")[0]) and traced.count("    score ") == 2
+    traced = run("sample.py", *flags, "--trace", "--models", folder)[1]
     lines = [line for line in traced.splitlines() if not line.startswith("    ")]
-    assert lines == plainly.splitlines()
+    assert lines == run("sample.py", *flags)[1].splitlines()
+    assert traced.count("KL 0.00  beta 0.1\n") == 2 and "-0.00" not in traced
     for given, flags, says in (
         (path, ["--trace"], f"{tmp_path / 'sft.pt'}: not found"),
         (folder, ["--trace"], "a folder; give the ppo.pt or sft.pt of a run"),

@@ -2,14 +2,23 @@
 
 from catalogue import Mutant
 
-RECORDER, PAGE, TABLE = "test_recorder.py::test_", "test_page.py::test_", "test_token_table.py::test_"
+RECORDER, PAGE, TABLE = (
+    "test_recorder.py::test_",
+    "test_page.py::test_",
+    "test_token_table.py::test_",
+)
 NUMBERS = RECORDER + "every_number_is_what_the_functions_of_minippo_give"
 
 PAGE_MUTANTS = [
     Mutant(
         "tracked responses evaluated after the update",
-        [("        self.look_ahead(policy, ref, config)\n\n    def look", "\n    def look"),
-         ("        self.step += 1\n", "        self.step += 1\n        self.step -= 1\n        self.look_ahead(policy, ref, config)\n        self.step += 1\n")],
+        [
+            ("        self.look_ahead(policy, ref, config)\n\n    def look", "\n    def look"),
+            (
+                "        self.step += 1\n",
+                "        self.step += 1\n        self.step -= 1\n        self.look_ahead(policy, ref, config)\n        self.step += 1\n",
+            ),
+        ],
         "common, from evaluating when one records",
         "log pi and log old are the same, and every ratio is 1",
         NUMBERS,
@@ -17,8 +26,10 @@ PAGE_MUTANTS = [
     ),
     Mutant(
         "whitened over the tracked responses alone",
-        [("config, whiten=False)", "config, whiten=True)"),
-         ('x | {"whitened": (x["advantages"] - line["mean"]) / line["std"]}', "x")],
+        [
+            ("config, whiten=False)", "config, whiten=True)"),
+            ('x | {"whitened": (x["advantages"] - line["mean"]) / line["std"]}', "x"),
+        ],
         "any viewer that calls whiten() on what it shows",
         "the page shows pushes that no token has got",
         NUMBERS,
@@ -37,7 +48,8 @@ PAGE_MUTANTS = [
         [('if line["step"] <= step]', 'if line["step"] <= step + 1]')],
         "logs that are appended to after --resume",
         "an iteration stands in the file twice",
-        RECORDER + "what_is_beyond_the_step_of_a_resumed_run_goes_and_nothing_before_its_first_line",
+        RECORDER
+        + "what_is_beyond_the_step_of_a_resumed_run_goes_and_nothing_before_its_first_line",
         "plumbing/recorder.py",
     ),
     Mutant(
@@ -74,8 +86,13 @@ PAGE_MUTANTS = [
     ),
     Mutant(
         "the last lines of a long log dropped",
-        [("size = max(1, math.ceil(len(rows) / points))", "size = max(1, len(rows) // points)"),
-         ("for i in range(0, len(rows), size)]", "for i in range(0, points * size, size) if rows[i:]]")],
+        [
+            ("size = max(1, math.ceil(len(rows) / points))", "size = max(1, len(rows) // points)"),
+            (
+                "for i in range(0, len(rows), size)]",
+                "for i in range(0, points * size, size) if rows[i:]]",
+            ),
+        ],
         "common, from cutting a list into equal parts",
         "the curves end before the run does",
         PAGE + "a_long_log_is_averaged_and_what_is_no_number_left_out",
@@ -83,10 +100,15 @@ PAGE_MUTANTS = [
     ),
     Mutant(
         "a response whitened with the others",
-        [("torch.cat([whiten(*row) for row in rows])", 'whiten(batch["advantages"], batch["mask"])')],
+        [
+            (
+                "torch.cat([whiten(*row) for row in rows])",
+                'whiten(batch["advantages"], batch["mask"])',
+            )
+        ],
         "whitening is written for a batch",
         "the numbers of a response change with the other samples",
         TABLE + "every_number_of_a_table_is_what_its_definition_gives",
         "plumbing/token_table.py",
     ),
-]  # fmt: skip
+]
