@@ -142,5 +142,8 @@ class Watch:
         tokens = int(row_lengths(batch["mask"]).sum())
         self.state.end_step(metrics, tokens, show=["score", "kl", "entropy", "eos_rate"])
         if time.perf_counter() - self.written > PAGE_SECONDS:
-            write_page(self.state.run.out, self.stage.models)
             self.written = time.perf_counter()
+            try:
+                write_page(self.state.run.out, self.stage.models)
+            except UserError as error:  # a full disk: no reason to end the run
+                print(f"warning: {error}")
