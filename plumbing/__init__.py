@@ -2,6 +2,7 @@
 
 text         tokenizer, JSON lines, data folders, rows of token ids
 settings     flags from dataclasses, the machine, errors that a user can put right
+files        files written whole or not at all; logs
 checkpoints  models in files
 training     optimizer, learning rate, batches, sampling in pieces
 progress     the steps of a run: its length, its log, its best model, stopping and going on
