@@ -1,9 +1,12 @@
-"""Put each bug of catalogue.py back, one at a time, and demand that the test named there fails. Run: make mutants
+"""Put each bug of catalogue.py and of *_mutants.py back, one at a time, and demand that the test named there fails.
+
+Run: make mutants
 
 Each mutant is a copy of the project in a temporary folder. Its test runs in a fork of this process, which has imported torch
 already but nothing of the project; that takes a second where a new interpreter would take three.
 """
 
+import importlib
 import os
 import shutil
 import sys
@@ -16,6 +19,9 @@ from catalogue import MUTANTS
 ROOT = Path(__file__).parents[2]
 SOURCES = [*(path.name for path in ROOT.glob("*.py")), "pyproject.toml", "plumbing", "variations", "bench", "tests"]
 os.environ["OMP_NUM_THREADS"] = "1"
+for path in sorted({*Path(__file__).parent.glob("*_mutants.py")} - {Path(__file__)}):
+    # hf_mutants.py holds HF_MUTANTS, and so on.
+    MUTANTS = MUTANTS + getattr(importlib.import_module(path.stem), path.stem.upper())
 
 
 def mutate(mutant, folder):
@@ -48,6 +54,8 @@ def run_in_fork(folder, test, log):
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "_"))
 def test_the_bug_is_caught(mutant, tmp_path, capsys):
+    if mutant.file == "plumbing/hf.py":
+        pytest.importorskip("transformers")
     mutate(mutant, tmp_path)
     assert not {"minippo", "train_sft", "tiny"} & set(sys.modules) and torch.get_num_threads() == 1
     status = run_in_fork(tmp_path, mutant.killer, tmp_path / "log.txt")
