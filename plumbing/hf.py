@@ -68,7 +68,7 @@ def read_vocabulary(source, theirs, size):
     byte_of = {character: byte for byte, character in CHARACTERS.items()}
     tokens = [bytes(byte_of[character] for character in word) for word in words[:-1]]
     ours, ids = Tokenizer(tokens), [ids[word] for word in words]
-    text = (b"a".join(tokens) + b"\n".join(tokens)).decode(errors="ignore")
+    text = b"\n".join(tokens).decode(errors="ignore")
     same = [ids[i] for i in ours.encode(text)] == theirs.encode(text, add_special_tokens=False)
     if not same or not cut.get("use_regex") or file["normalizer"]:
         raise UserError(f"{source}: its tokenizer cuts text in another way than GPT-2's")

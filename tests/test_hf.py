@@ -222,6 +222,7 @@ def test_what_is_no_gpt2_is_refused_and_named(tmp_path, break_it, says):
     with pytest.raises(UserError) as error:
         hf.read_gpt2(out)
     assert str(error.value).startswith(f"{out}: ") and "\n" not in str(error.value)
+    assert len(str(error.value)) < len(str(out)) + 400
     for words in says:
         assert words in str(error.value)
 
