@@ -17,7 +17,7 @@ def write_contents(path, contents):
 
 
 def read_file(path, kinds, mmap=True):
-    """What write_contents wrote, as a dict on the CPU; UserError unless it is whole and its "kind" is one of `kinds`.
+    """What write_contents wrote, as a dict on the CPU; UserError unless it is whole, and one of `kinds`.
 
     mmap: the weights stay on the disk until they are copied into a model.
     """
@@ -35,14 +35,14 @@ def read_file(path, kinds, mmap=True):
 
 
 def save_checkpoint(path, kind, model, tokenizer, **facts):
-    """Everything needed to use the model, in one file. kind: "sft" or "ppo" (a GPT), or "rm" (a RewardModel)."""
+    """All that a model needs, in one file. kind: "sft" or "ppo" (a GPT), "rm" (a RewardModel)."""
     vocabulary = [token.decode("latin-1") for token in tokenizer.tokens]
     contents = {"kind": kind, "config": dataclasses.asdict(model.config), "vocabulary": vocabulary}
     write_contents(path, contents | {"model": model.state_dict(), "facts": facts})
 
 
 def load_checkpoint(path, kinds, device="cpu"):
-    """A checkpoint of one of `kinds` -> model in eval mode, tokenizer, and the dict of facts saved with it."""
+    """A checkpoint of one of `kinds` -> model in eval mode, tokenizer, facts saved with it."""
     contents = read_file(path, kinds)
     try:
         model = (RewardModel if contents["kind"] == "rm" else GPT)(GPTConfig(**contents["config"]))
@@ -50,9 +50,8 @@ def load_checkpoint(path, kinds, device="cpu"):
         tokenizer = Tokenizer([token.encode("latin-1") for token in contents["vocabulary"]])
         return model.to(device).eval(), tokenizer, contents["facts"]
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        raise UserError(
-            f"{path}: damaged, or made by another version ({type(error).__name__}); make it again"
-        )
+        found = f"damaged, or made by another version ({type(error).__name__})"
+        raise UserError(f"{path}: {found}; make it again")
 
 
 def load_weights(path, kind, model):

@@ -8,9 +8,9 @@ from plumbing.errors import UserError
 
 
 def write_file(path, contents):
-    """Write beside the file, then rename: at any moment the path holds the old version or the new one, whole.
+    """Write beside the file, then rename: the path always holds the old version or the new, whole.
 
-    contents: text, bytes, or a function that writes to the open file, for what should not be in memory twice.
+    contents: text, bytes, or, to have it in memory once, a function that writes to the open file.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -26,21 +26,22 @@ def write_file(path, contents):
         os.replace(beside, path)
     except (OSError, RuntimeError) as error:
         beside.unlink(missing_ok=True)
-        raise UserError(
-            f"{path}: cannot be written ({reason(error)}); what was there before is still there"
-        )
+        failed = f"cannot be written ({reason(error)})"
+        raise UserError(f"{path}: {failed}; what was there before is still there")
 
 
 def reason(error):
-    """What went wrong, in a few words. torch.save hides the system's error behind one of its own, with a long text."""
+    """What went wrong, in a few words. torch.save hides the system's error behind its own."""
     while error.__context__ and not isinstance(error, OSError):
         error = error.__context__
     return getattr(error, "strerror", None) or str(error).partition("\n")[0]
 
 
 def read_log(path):
-    """The rows of a JSON-lines log, as dicts; none if there is no file. A line that is no row is left out: the last
-    one may be half written."""
+    """The rows of a JSON-lines log, as dicts; none if there is no file.
+
+    A line without a JSON object that has a step is left out: the last one may be half written.
+    """
     lines = Path(path).read_bytes().splitlines() if Path(path).exists() else []
     rows = []
     for line in lines:
@@ -48,9 +49,7 @@ def read_log(path):
             row = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(row, dict) and type(row.get("step")) in (
-            int,
-            float,
-        ):  # True would be an int, too
+        step = row.get("step") if isinstance(row, dict) else None
+        if type(step) in (int, float):  # not True, which isinstance() takes for an int
             rows.append(row)
     return rows

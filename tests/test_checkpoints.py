@@ -1,26 +1,23 @@
 """The specification of plumbing/checkpoints.py. Run: python -m pytest tests/test_checkpoints.py"""
 
-import os
 import pickle
 
 import pytest
 import torch
 
 from minippo import GPT, GPTConfig, RewardModel
-from plumbing import checkpoints
-from plumbing.checkpoints import load_checkpoint, save_checkpoint
-from plumbing.settings import UserError
-from plumbing.text import Tokenizer
+from plumbing.checkpoints import load_checkpoint, read_file, save_checkpoint, write_contents
+from plumbing.errors import UserError
+from plumbing.tokenizer import Tokenizer
 from plumbing.training import add_critic
-from tiny import stir, tiny_gpt
+from tiny import stir
 
-TEXTS = ["low low low lower", "The cat sat.\n\nThe dog sat, too!"]
+TOKENIZER = Tokenizer.train(["low low low lower", "The cat sat.\n\nThe dog sat, too!"], 280)
 
 
 @pytest.mark.parametrize("kind", ["sft", "ppo", "critic", "rm"])
 def test_a_checkpoint_brings_back_the_same_outputs_the_tokenizer_and_the_facts(tmp_path, kind):
-    tokenizer = Tokenizer.train(TEXTS, 280)
-    model = stir(GPT(GPTConfig(tokenizer.vocab_size, 16, 1, heads=2, channels=8, dropout=0.5)))
+    model = stir(GPT(GPTConfig(TOKENIZER.vocab_size, 16, 1, heads=2, channels=8, dropout=0.5)))
     tokens, lengths = torch.tensor([[1, 2, 3]]), torch.tensor([3])
     if kind == "rm":
         model = stir(RewardModel(model))
@@ -28,39 +25,26 @@ def test_a_checkpoint_brings_back_the_same_outputs_the_tokenizer_and_the_facts(t
     elif kind == "critic":
         kind = "ppo"
         add_critic(model, stir(RewardModel(model)))
-    save_checkpoint(tmp_path / "folder" / "x.pt", kind, model.train(), tokenizer, val_loss=1.25)
-    loaded, same_tokenizer, facts = load_checkpoint(tmp_path / "folder" / "x.pt", (kind,))
-    assert same_tokenizer.tokens == tokenizer.tokens and facts == {"val_loss": 1.25} and not loaded.training
+    path = tmp_path / "folder" / "x.pt"
+    save_checkpoint(str(path), kind, model.train(), TOKENIZER, val_loss=1.25)
+    loaded, tokenizer, facts = load_checkpoint(str(path), ("other", kind))
+    assert tokenizer.tokens == TOKENIZER.tokens and facts == {"val_loss": 1.25} and not loaded.training
     arguments = (tokens, lengths) if kind == "rm" else (tokens,)
     for a, b in zip(loaded(*arguments), model.eval()(*arguments), strict=True):
         assert torch.equal(a, b)
     if kind != "rm":
         assert loaded.lm_head.weight is loaded.trunk.token_embedding.weight
-    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["x.pt"]  # no temporary file is left
+    assert [path.name for path in path.parent.iterdir()] == ["x.pt"]  # no temporary file is left
+    assert next(load_checkpoint(path, (kind,), "meta")[0].parameters()).device.type == "meta"
 
 
-@pytest.fixture
-def checkpoint(tmp_path):
-    tokenizer = Tokenizer.train([], 257)
-    save_checkpoint(tmp_path / "sft.pt", "sft", GPT(GPTConfig(257, 8, 1, heads=1, channels=8)), tokenizer)
-    return tmp_path / "sft.pt"
-
-
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.9, 0.999])
-def test_a_truncated_checkpoint_is_refused(checkpoint, share):
-    whole = checkpoint.read_bytes()
-    checkpoint.write_bytes(whole[: int(len(whole) * share)])
-    with pytest.raises(UserError, match="damaged"):
-        load_checkpoint(checkpoint, ("sft",))
-
-
-@pytest.mark.parametrize("contents", [
-    [1, 2], {"model": {}}, {"kind": "sft"}, {"kind": "sft", "config": {}, "vocabulary": [], "model": {}, "facts": {}},
-])  # fmt: skip
-def test_a_checkpoint_without_the_right_contents_is_refused(tmp_path, contents):
-    torch.save(contents, tmp_path / "x.pt")
-    with pytest.raises(UserError, match="x.pt"):
-        load_checkpoint(tmp_path / "x.pt", ("sft",))
+def test_what_is_read_stays_on_the_disk_unless_it_must_not(tmp_path, monkeypatch):
+    asked, load = [], torch.load
+    monkeypatch.setattr(torch, "load", lambda *args, **more: asked.append(more["mmap"]) or load(*args, **more))
+    write_contents(tmp_path / "x.pt", {"kind": "state", "x": torch.ones(2)})
+    for mmap in ({}, {"mmap": False}):
+        assert read_file(tmp_path / "x.pt", ["state"], **mmap)["x"].tolist() == [1, 1]
+    assert asked == [True, False]
 
 
 class Attack:
@@ -74,56 +58,32 @@ class Attack:
 @pytest.mark.parametrize("write", [torch.save, lambda x, path: path.write_bytes(pickle.dumps(x, 2))], ids=["torch", "pickle"])
 def test_a_checkpoint_that_would_run_code_is_refused_and_does_not(tmp_path, write):
     write({"kind": "sft", "config": Attack(tmp_path / "ran")}, tmp_path / "x.pt")
-    with pytest.raises(UserError, match="damaged, or no checkpoint"):
+    with pytest.raises(UserError, match="x.pt: damaged, or no checkpoint .*; train_sft.py makes it"):
         load_checkpoint(tmp_path / "x.pt", ("sft",))
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("kind, script", [("sft", "train_sft.py"), ("rm", "train_rm.py"), ("ppo", "train_ppo.py")])
-def test_a_missing_checkpoint_and_one_of_the_wrong_kind_name_the_script_that_makes_it(tmp_path, checkpoint, kind, script):
-    with pytest.raises(UserError, match=script) as error:
-        load_checkpoint(tmp_path / "none.pt", (kind,))
-    assert "none.pt" in str(error.value)
-    if kind != "sft":
-        with pytest.raises(UserError, match=script) as error:
-            load_checkpoint(checkpoint, (kind,))
-        assert "'sft'" in str(error.value) and kind in str(error.value)
+def test_a_truncated_checkpoint_and_one_with_other_contents_are_refused(tmp_path):
+    path = tmp_path / "x.pt"
+    save_checkpoint(path, "sft", GPT(GPTConfig(TOKENIZER.vocab_size, 8, 1, heads=1, channels=8)), TOKENIZER)
+    whole, good = path.read_bytes(), torch.load(path)
+    for share in (0.0, 0.01, 0.5, 0.9, 0.999):
+        path.write_bytes(whole[: int(len(whole) * share)])
+        with pytest.raises(UserError, match="x.pt: damaged, or no checkpoint"):
+            load_checkpoint(path, ("sft",))
+    changes = [{"config": {}}, {"config": {"x": 1}}, {"config": None}, {"model": {}}, {"vocabulary": [1]}, {"vocabulary": ["日"]}]
+    for contents in [[1, 2], {"model": {}}, {"kind": "sft"}, *(good | change for change in changes)]:
+        torch.save(contents, path)
+        with pytest.raises(UserError, match="x.pt: damaged"):
+            load_checkpoint(path, ("sft",))
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_the_old_one_as_it_was(checkpoint, monkeypatch):
-    old = checkpoint.read_bytes()
-
-    def full_disk(contents, file):
-        file.write(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", full_disk)
-    with pytest.raises(UserError, match="No space left"):
-        save_checkpoint(checkpoint, "sft", tiny_gpt(), Tokenizer.train([], 257))
-    assert checkpoint.read_bytes() == old and list(checkpoint.parent.iterdir()) == [checkpoint]
-
-
-def test_an_error_while_writing_is_named_by_what_the_system_said_or_else_by_its_own_words():
-    try:
-        try:
-            raise OSError(28, "No space left on device")
-        except OSError:
-            raise RuntimeError("[enforce fail at inline_container.cc:664] unexpected pos")
-    except RuntimeError as error:
-        assert checkpoints.reason(error) == "No space left on device"
-    assert checkpoints.reason(RuntimeError("cannot pickle this\nat all")) == "cannot pickle this"
-    assert checkpoints.reason(PermissionError(13, "Permission denied")) == "Permission denied"
-
-
-def test_two_processes_never_write_to_the_same_temporary_file(tmp_path, monkeypatch):
-    names, replace = [], os.replace
-
-    def watched(beside, path):
-        names.append(str(beside))
-        replace(beside, path)
-
-    monkeypatch.setattr(os, "replace", watched)
-    for process in (1, 2):
-        monkeypatch.setattr(os, "getpid", lambda process=process: process)
-        checkpoints.write_file(tmp_path / "a.pt", {"kind": "x"})
-    assert len(set(names)) == 2 and [path.name for path in tmp_path.iterdir()] == ["a.pt"]
+@pytest.mark.parametrize("kinds, hint", [
+    (("rm",), "train_rm.py makes it"), (("ppo", "sft"), "train_ppo.py makes it"), (("state",), "leave --resume out"),
+])  # fmt: skip
+def test_a_missing_file_and_one_of_another_kind_are_refused_with_what_to_do(tmp_path, kinds, hint):
+    write_contents(tmp_path / "x.pt", {"kind": "best"})
+    for name, found in (("none.pt", "not found"), ("x.pt", f"holds 'best', not {' or '.join(kinds)!r}")):
+        with pytest.raises(UserError) as error:
+            read_file(tmp_path / name, kinds)
+        assert str(error.value) == f"{tmp_path / name}: {found}; {hint}"
