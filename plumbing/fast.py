@@ -116,13 +116,14 @@ class Packing:
         if self.whole:
             self.ids = tokens.flatten()
             self.columns = torch.arange(T, device=tokens.device).repeat(B)
-            self.wanted = read.flatten().nonzero().squeeze(1)
+            self.wanted = self.read = read.flatten().nonzero().squeeze(1)
             return
         index = (new * number).cummax(0).values[row_of]  # (B, T): which of the K stands here
         place = torch.arange(B * T, device=tokens.device).view(B, T)
         self.places = torch.full_like(self.ids, B * T)  # (K,): where each of them stands first
         self.places.scatter_reduce_(0, index[used], place[used], "amin")
         self.index, self.wanted = index.flatten(), index[read]  # (B x T,), (N,)
+        self.read = self.wanted.unique()  # once each, though several rows may read the same one
 
     def unpack(self, x):
         """(K, C) -> (B, T, C)"""
@@ -140,10 +141,10 @@ def handed(block, attend, packing=None):
     leaves out what nobody reads: that of the last block need not compute the other tokens."""
 
     def leave_out(mlp, inputs):
-        return inputs[0].index_select(0, packing.wanted)
+        return inputs[0].index_select(0, packing.read)
 
     def put_back(mlp, inputs, y):
-        return y.new_zeros(len(packing.ids), y.shape[1]).index_copy(0, packing.wanted, y)
+        return y.new_zeros(len(packing.ids), y.shape[1]).index_copy(0, packing.read, y)
 
     hooks = []
     if packing is not None:
