@@ -182,17 +182,37 @@ DATA_CASES = [
     ("sft", "", rows("sft", b"[", GOOD, b"]"), ["line 1: a JSON array; data/convert.py makes"]),
     ("sft", "", rows("sft", {}), ["line 1: no key 'prompt'; found no key at all"]),
     ("sft", "", rows("sft", {"prompt": "a", "x": 1}), ["no key 'completion'; found 'prompt', 'x'"]),
-    ("sft", "", rows("sft", {"messages": []}), ["no key 'prompt'", "'messages'; data/convert.py w"]),
+    (
+        "sft",
+        "",
+        rows("sft", {"messages": []}),
+        ["no key 'prompt'", "'messages'; data/convert.py w"],
+    ),
     ("rm", "", rows("pref", {"chosen": "x", "rejected": "y"}), ["no key 'prompt'", "data/convert"]),
     ("sft", "", rows("sft", GOOD | {"completion": None}), ["value of 'completion'", "found null"]),
     ("sft", "", rows("sft", GOOD | {"prompt": {"a": 1}}), ["'prompt' should be a string, found {"]),
-    ("rm", "", rows("pref", PAIR | {"chosen": [{}]}), ["'chosen'", "found [{}]; data/convert.py wr"]),
+    (
+        "rm",
+        "",
+        rows("pref", PAIR | {"chosen": [{}]}),
+        ["'chosen'", "found [{}]; data/convert.py wr"],
+    ),
     ("sft", "", rows("sft", GOOD, b'{"prompt": "\xff"}'), ["line 2: not UTF-8 (", "at byte 12"]),
     ("sft", "", rows("sft", json.dumps(GOOD).encode("utf-16")), ["line 1: not UTF-8"]),
-    ("sft", "", rows("sft", {"prompt": 7}, split="val"), ["sft_val.jsonl, line 1", "'prompt'", "7"]),
+    (
+        "sft",
+        "",
+        rows("sft", {"prompt": 7}, split="val"),
+        ["sft_val.jsonl, line 1", "'prompt'", "7"],
+    ),
     ("rm", "", rows("pref", GOOD, split="val"), ["pref_val.jsonl, line 1: no key 'chosen'"]),
     ("ppo", "", rows("prompts", {"question": "a"}, split="val"), ["prompts_val.jsonl, line 1"]),
-    ("sft", "", rows("sft", GOOD | {"prompt": "why " * 99}), ["no prompt leaves room", "--context"]),
+    (
+        "sft",
+        "",
+        rows("sft", GOOD | {"prompt": "why " * 99}),
+        ["no prompt leaves room", "--context"],
+    ),
     ("rm", "", rows("pref", PAIR | {"rejected": "b"}), ["no two answers differ"]),
     ("ppo", "", rows("prompts", {"prompt": ""}), ["no prompt leaves room in the context of 48"]),
     (
@@ -208,12 +228,22 @@ FILE_CASES = [
     ("ppo", "", remove("rm.pt"), ["rm.pt: not found; train_rm.py makes it"]),
     ("ppo", "--models {folder}/none", None, ["none/sft.pt: not found"]),
     ("ppo", "", copy("sft.pt", "rm.pt"), ["rm.pt: holds 'sft', not 'rm'", "train_rm.py"]),
-    ("ppo", "", foreign("sft.pt", "sft"), ["rm.pt was not made from sft.pt; run train_rm.py again"]),
+    (
+        "ppo",
+        "",
+        foreign("sft.pt", "sft"),
+        ["rm.pt was not made from sft.pt; run train_rm.py again"],
+    ),
     ("ppo", "", smaller("sft.pt", "sft"), ["rm.pt was not made from sft.pt"]),
     ("ppo", "--policy {folder}/x", foreign("x", "ppo"), ["x: was not made from", "sft.pt"]),
     ("ppo", "--policy {folder}/x", smaller("x", "ppo"), ["x: was not made from", "sft.pt"]),
     ("ppo", "--reference {folder}/rm.pt", None, ["rm.pt: holds 'rm', not 'ppo or sft'"]),
-    ("sft", "", interrupted("sft"), ["sft_state.pt: a run was interrupted at step 1; --resume goes"]),
+    (
+        "sft",
+        "",
+        interrupted("sft"),
+        ["sft_state.pt: a run was interrupted at step 1; --resume goes"],
+    ),
     ("rm", "", interrupted("rm"), ["interrupted at step 1", "--overwrite begins again"]),
     ("ppo", "", interrupted("ppo"), ["interrupted at step 1", "--resume", "--overwrite"]),
     ("ppo", "--resume --lam 0.5", interrupted("ppo"), ["saved with lam = 1.0;", "--overwrite"]),
@@ -223,7 +253,12 @@ FILE_CASES = [
     ("rm", "--resume --lr 1", interrupted("rm"), ["saved with lr = 0.001"]),
     ("ppo", "--resume", put("ppo_state.pt", b"x"), ["ppo_state.pt: damaged", "leave --resume out"]),
     ("ppo", "--resume", without("ppo_state.pt", "settings"), ["another version; --overwrite"]),
-    ("ppo", "--resume", without("ppo_state.pt", "random"), ["another version's (KeyError); --over"]),
+    (
+        "ppo",
+        "--resume",
+        without("ppo_state.pt", "random"),
+        ["another version's (KeyError); --over"],
+    ),
     ("ppo", "--resume", interrupted("ppo", ("optimizer", {})), ["damaged, or another version's"]),
     ("ppo", "--resume", rows("prompts", {"prompt": "What?"}), ["data or vocabulary have changed"]),
     ("sft", "--resume", rows("sft", GOOD), ["data or vocabulary have changed"]),
@@ -244,7 +279,10 @@ REWARD_CASES = [
     ("badrewards:few --separate_critic", ["--separate_critic starts from the reward model"]),
     ("badrewards:fails", ["--reward: ZeroDivisionError: no words (", "badrewards.py, line 2)"]),
     ("badrewards:late", ["KeyError: 'missing'", "line 3"]),
-    ("badrewards:square", ["8 responses should get a list of 8 finite numbers, got torch.Size([8, 2])"]),
+    (
+        "badrewards:square",
+        ["8 responses should get a list of 8 finite numbers, got torch.Size([8, 2])"],
+    ),
     ("badrewards:few", ["8 finite numbers, got 1"]),
     ("badrewards:none", ["8 finite numbers, got None"]),
     ("badrewards:nan", ["8 finite numbers, got nan for '"]),
@@ -378,13 +416,18 @@ def test_every_field_has_a_help_text_and_every_number_a_range_that_holds_its_def
 def test_the_machine_is_chosen_and_missing_gpus_are_named(monkeypatch):
     for there in (True, False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
-        assert RunConfig().device == ("cuda" if there else "cpu") and RunConfig(device="cpu").device == "cpu"
+        assert (
+            RunConfig().device == ("cuda" if there else "cpu")
+            and RunConfig(device="cpu").device == "cpu"
+        )
     with pytest.raises(UserError, match="--device cuda: this PyTorch sees no CUDA GPU; use --dev"):
         RunConfig(device="cuda")
 
 
 def test_a_run_is_seeded_and_its_folder_is_locked(tmp_path):
-    run = RunConfig(out=tmp_path / "a" / "b", device="cpu", seed=7, dtype="bfloat16", grad_checkpoint=True)
+    run = RunConfig(
+        out=tmp_path / "a" / "b", device="cpu", seed=7, dtype="bfloat16", grad_checkpoint=True
+    )
     settings.prepare(run)
     assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(7).get_state())
     assert settings.fast.OPTIONS == {"dtype": torch.bfloat16, "recompute": True, "installed": True}
@@ -405,7 +448,11 @@ def test_a_script_ends_with_status_2_and_its_own_name(tmp_path):
     "error, status, says",
     [
         (UserError("do this"), 2, "x.py: do this\n"),
-        (FloatingPointError("nan\nmore"), 2, "x.py: nan; begin again with --overwrite and a smaller --lr\n"),
+        (
+            FloatingPointError("nan\nmore"),
+            2,
+            "x.py: nan; begin again with --overwrite and a smaller --lr\n",
+        ),
         (FileNotFoundError(2, "No such file", "a.txt"), 2, "x.py: a.txt: No such file\n"),
         (BrokenPipeError(32, "Broken pipe"), 2, "x.py: output: Broken pipe\n"),
         (RuntimeError("CUDA out of memory. Tried\nall"), 2, "x.py: not enough memory (CUDA out of"),

@@ -118,7 +118,9 @@ def test_the_error_of_optimality_is_that_of_repeated_measurements():
     got = report.optimality(J, J_sft, J_best)
     ratio = (J - J_sft).mean() / (J_best - J_sft).mean()
     assert got["optimality"] == pytest.approx(ratio.item())
-    parts = [report.optimality(*(x[i : i + 40] for x in (J, J_sft, J_best))) for i in range(0, 8000, 40)]
+    parts = [
+        report.optimality(*(x[i : i + 40] for x in (J, J_sft, J_best))) for i in range(0, 8000, 40)
+    ]
     spread = torch.tensor([x["optimality"] for x in parts]).std().item()
     assert spread == pytest.approx(parts[7]["optimality_se"], rel=0.4)
     assert spread == pytest.approx(got["optimality_se"] * 200**0.5, rel=0.15)
@@ -126,7 +128,10 @@ def test_the_error_of_optimality_is_that_of_repeated_measurements():
     got = report.optimality(J[:40, None], J_sft[:40].expand(3, 40).T, J_best[:40], weights)
     means = [(weights * x[:40]).sum() for x in (J - J_sft, J_best - J_sft)]
     assert got["optimality"] == pytest.approx((means[0] / means[1]).item())
-    assert report.optimality(f64([2]), f64([1]), f64([3])) == {"optimality": 0.5, "optimality_se": None}
+    assert report.optimality(f64([2]), f64([1]), f64([3])) == {
+        "optimality": 0.5,
+        "optimality_se": None,
+    }
 
 
 def test_the_worst_tenth_is_chosen_by_one_half_of_the_samples_and_measured_by_the_other():
@@ -155,7 +160,10 @@ def test_up_to_half_of_the_prompts_looked_at_closely_are_unseen_and_the_weights_
     kinds = torch.tensor(report.unseen(chosen, seen))
     few, many = sorted((sum(new), count - sum(new)))
     assert few == 0 or 0 < kinds.sum() < len(kinds)
-    assert abs(2 * kinds.sum() - len(kinds)) <= 1 or len(kinds) - few in (kinds.sum(), (~kinds).sum())
+    assert abs(2 * kinds.sum() - len(kinds)) <= 1 or len(kinds) - few in (
+        kinds.sum(),
+        (~kinds).sum(),
+    )
     assert weights[kinds].sum().item() == pytest.approx(sum(new))
     assert weights[~kinds].sum().item() == pytest.approx(count - sum(new))
     assert len(set(weights[kinds].tolist())) <= 1
@@ -185,7 +193,9 @@ def made(out, prompts=12, seen=8, judge=None, beta=0.5, reward_model=True, size=
     def score(tokens, mask):
         return 0.1 * mask.sum(1) + tokens[:, 0].double()
 
-    facts = {"sft": {"val_loss": 2.0, "val_tokens": 50}} | ({"rm": {"val_accuracy": 0.7}} if scorer else {})
+    facts = {"sft": {"val_loss": 2.0, "val_tokens": 50}} | (
+        {"rm": {"val_accuracy": 0.7}} if scorer else {}
+    )
     models = Models(policy, sft, scorer, score, TOKENIZER, facts)
     rows = [[i % 8, i // 8] for i in range(prompts)]
     config = PPOConfig(max_new_tokens=4, kl_coef=beta, missing_eos_penalty=0.25)
@@ -211,7 +221,9 @@ def test_the_report_holds_every_figure_with_its_error_and_is_written(tmp_path):
         assert got[kind].get("prompts") == count and ("worst_tenth" in got[kind]) == bool(count)
     both = (16 * got["ppo_seen"]["score"] + 8 * got["ppo_unseen"]["score"]) / 24
     assert got["ppo"]["score"] == pytest.approx(both) and got["ppo"]["kl"] > 0
-    assert [row["kl"] for row in got["best_of_n"].values()] == [best_of_n_kl(n) for n in (4, 16, 64)]
+    assert [row["kl"] for row in got["best_of_n"].values()] == [
+        best_of_n_kl(n) for n in (4, 16, 64)
+    ]
     scores = [got["sft"]["score"], *(row["score"] for row in got["best_of_n"].values())]
     assert 0.5 in [row["beta"] for row in got["optimum"]] and scores[1:] == sorted(scores[1:])
     assert len(got["samples"]) == 6 and got["seconds"].keys() == {"report"}
@@ -235,8 +247,19 @@ def test_a_judge_grades_answers_to_their_prompts_and_samples_hold_both(tmp_path,
         assert row["judge"] == pytest.approx(2 + 10 * length, rel=1e-5)
     assert {"judge", "score"} <= got["best_of_n"]["4"].keys() and "judge" in got["optimum"][0]
     for row in got["samples"]:
-        assert row["judge"] == 2 + 10 * len(row["ppo"]) and row["sft_judge"] == 2 + 10 * len(row["sft"])
-        assert row.keys() == {"prompt", "sft", "ppo", "score", "judge", "kl", "sft_score", "sft_judge"}
+        assert row["judge"] == 2 + 10 * len(row["ppo"]) and row["sft_judge"] == 2 + 10 * len(
+            row["sft"]
+        )
+        assert row.keys() == {
+            "prompt",
+            "sft",
+            "ppo",
+            "score",
+            "judge",
+            "kl",
+            "sft_score",
+            "sft_judge",
+        }
 
 
 @pytest.mark.parametrize("size", [0, 5])
@@ -264,7 +287,11 @@ def test_every_response_is_measured_for_its_prompt_in_pieces_too(monkeypatch, si
             ended = tokens[j, length - 1].item() == EOS
             row = {name: x.flatten()[i].item() for name, x in measured.items()}
             kl = (logprobs[j] - there[j])[mask[j]].sum().item()
-            expected = {"length": n, "ended": float(ended), "score": 100 * prompt[0] + n - 0.5 * (not ended)}
+            expected = {
+                "length": n,
+                "ended": float(ended),
+                "score": 100 * prompt[0] + n - 0.5 * (not ended),
+            }
             assert row == pytest.approx(expected | {"kl": kl}, abs=1e-4)
             assert texts[i] == TOKENIZER.decode(tokens[j, len(prompt) : length].tolist())
             i += 1
@@ -290,8 +317,13 @@ def test_the_truth_is_known_of_the_default_data_alone(tmp_path):
 def test_sft_and_reward_model_are_held_against_the_truth_row_by_row(tmp_path):
     rng, sft, model = random.Random(0), tiny_gpt(), tiny_reward_model()
     rows = ["".join(rng.choices("ABCDEFGHIJ", k=i % 5 + 1)) for i in range(3 * 90)]
-    demonstrations, pairs = list(zip(rows[::3], rows[1::3])), list(zip(rows[::3], rows[1::3], rows[2::3]))
-    write_lines(tmp_path / "sft_val.jsonl", [{"prompt": a, "completion": b} for a, b in demonstrations])
+    demonstrations, pairs = (
+        list(zip(rows[::3], rows[1::3])),
+        list(zip(rows[::3], rows[1::3], rows[2::3])),
+    )
+    write_lines(
+        tmp_path / "sft_val.jsonl", [{"prompt": a, "completion": b} for a, b in demonstrations]
+    )
     keys = ("prompt", "chosen", "rejected")
     write_lines(tmp_path / "pref_val.jsonl", [dict(zip(keys, row)) for row in pairs])
     run = SimpleNamespace(data=tmp_path, device="cpu")
@@ -309,10 +341,14 @@ def test_sft_and_reward_model_are_held_against_the_truth_row_by_row(tmp_path):
             a, b = (model(torch.tensor([x]), torch.tensor([len(x)])).item() for x in ids)
             gap = len(answers[0]) - len(answers[1])  # to this judge, longer is better
             hits.append((gap > 0) + 0.5 * (gap == 0) - (a > b) - 0.5 * (a == b))
-    got = report.above_entropy(sft, TOKENIZER, run, lambda prompt: dict.fromkeys(rows, share[prompt]))
+    got = report.above_entropy(
+        sft, TOKENIZER, run, lambda prompt: dict.fromkeys(rows, share[prompt])
+    )
     count = sum(len(answer) + 1 for _, answer in demonstrations)
     assert got["above_entropy"] == pytest.approx(sum(excess) / count, rel=1e-4)
-    assert got["above_entropy_se"] == pytest.approx(f64(excess).std().item() * 90**0.5 / count, rel=1e-3)
+    assert got["above_entropy_se"] == pytest.approx(
+        f64(excess).std().item() * 90**0.5 / count, rel=1e-3
+    )
     got = report.below_ceiling(model, TOKENIZER, run, lambda prompt, answer: float(len(answer)))
     assert got["below_ceiling"] == pytest.approx(sum(hits) / 90)
     assert got["below_ceiling_se"] == pytest.approx(f64(hits).std().item() / 90**0.5)
@@ -333,7 +369,9 @@ def test_what_the_default_data_tells_stands_in_the_report(monkeypatch):
         models = SimpleNamespace(reference=None, tokenizer=None, reward_model=reward_model)
         report.add_truth(got, before, after, models, None, None, None, limits)
         assert got["best_judge"] == 3.0 and got["sft"]["entropy_floor"] == 0.5
-        assert got["ppo"]["win_rate_vs_sft"] == pytest.approx(5 / 8) and "above_entropy" in got["sft"]
+        assert (
+            got["ppo"]["win_rate_vs_sft"] == pytest.approx(5 / 8) and "above_entropy" in got["sft"]
+        )
         truth = {"label_ceiling": 0.8, "label_loss_floor": 0.3, "below_ceiling": 0.01}
         assert got["rm"] == (truth if reward_model else {})
 
@@ -350,12 +388,21 @@ REPORT = {
     "beta": 0.1,
     "best_judge": 3.0,
     "seconds": {"sft": 78.4, "report": 45.6},
-    "sft": with_errors(judge=-0.33, score=0.01, kl=0.0, eos_rate=1.0, response_length=9.9, val_loss=0.507),
+    "sft": with_errors(
+        judge=-0.33, score=0.01, kl=0.0, eos_rate=1.0, response_length=9.9, val_loss=0.507
+    ),
     "ppo": with_errors(
-        judge=2.63, score=1.47, kl=2.73, eos_rate=1.0, response_length=12.36, win_rate_vs_sft=0.906, optimality=0.86
+        judge=2.63,
+        score=1.47,
+        kl=2.73,
+        eos_rate=1.0,
+        response_length=12.36,
+        win_rate_vs_sft=0.906,
+        optimality=0.86,
     ),
     "ppo_seen": {"worst_tenth": 0.17} | with_errors(optimality=0.87),
-    "ppo_unseen": {"prompts": 50, "worst_tenth": 0.31} | with_errors(score=1.41, kl=2.57, optimality=0.834),
+    "ppo_unseen": {"prompts": 50, "worst_tenth": 0.31}
+    | with_errors(score=1.41, kl=2.57, optimality=0.834),
     "rm": with_errors(val_accuracy=0.8177, below_ceiling=0.0088) | {"label_ceiling": 0.8265},
     "best_of_n": {"4": {"judge": 1.67, "score": 0.93, "kl": 0.63629, "score_se": None}},
     "samples": [{"prompt": "Why?\x1b", "sft": " So.", "ppo": " Yes.", "score": 1.5, "kl": 2.25}],
@@ -407,8 +454,14 @@ def test_what_a_report_has_not_is_not_printed(capsys):
 
 
 def test_the_seconds_are_those_of_the_last_lines_of_the_logs(tmp_path):
-    for path, name, seconds in ((tmp_path, "sft", 3), (tmp_path, "rm", 4), (tmp_path / "b", "ppo", 5)):
+    for path, name, seconds in (
+        (tmp_path, "sft", 3),
+        (tmp_path, "rm", 4),
+        (tmp_path / "b", "ppo", 5),
+    ):
         path.mkdir(exist_ok=True)
-        write_lines(path / f"{name}.jsonl", [{"step": 1, "seconds": 1}, {"step": 2, "seconds": seconds}])
+        write_lines(
+            path / f"{name}.jsonl", [{"step": 1, "seconds": 1}, {"step": 2, "seconds": seconds}]
+        )
     assert report.seconds_of_stages(tmp_path, tmp_path / "b") == {"sft": 3, "rm": 4, "ppo": 5}
     assert report.seconds_of_stages(tmp_path, tmp_path) == {"sft": 3, "rm": 4}

@@ -1,5 +1,6 @@
 """How long a run is, its log, and the state that --resume needs: plumbing/state.py."""
 
+import copy
 import json
 import math
 import random
@@ -90,6 +91,24 @@ def test_a_loss_that_fell_by_15_percent_in_the_second_half_is_warned_of(losses, 
     assert schedule.ending().startswith(says)
     assert train([9], 30)[0].ending().endswith("falling when --max_steps 30 ended the training")
     assert train([9] * 9, 600, False)[0].ending() == "all 600 steps of --epochs are done"
+
+
+@pytest.mark.parametrize("stop", [0, 200, 253, 300])
+def test_an_interrupted_schedule_goes_on(stop):
+    losses = {50: 5, 75: 4, 112: 3, 169: 2, 253: 2.5, 337: 1}
+    schedule, whole = train(losses.values())[:2]
+    other = Schedule(1000, 20, True)
+    for step in range(stop):
+        if other.check_due(step):
+            other.is_best(step, losses[step + 1])
+    resumed = Schedule(1000, 20, True)
+    resumed.load_state_dict(copy.deepcopy(other.state_dict()))
+    shares = []
+    for step in range(stop, 337):
+        shares.append(resumed.share(step))
+        if resumed.check_due(step):
+            resumed.is_best(step, losses[step + 1])
+    assert shares == whole[stop:] and vars(resumed) == vars(schedule)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
@@ -194,7 +213,17 @@ def test_settings_are_what_changes_the_gradients():
 
 
 def test_a_fingerprint_tells_all_data_apart_and_knows_odd_text():
-    data = [([1],), ([2],), ([1], []), ([], [1]), ([1, 2],), ([2, 1],), ([b"\xff"],), (["\ud800"],), ([], [])]
+    data = [
+        ([1],),
+        ([2],),
+        ([1], []),
+        ([], [1]),
+        ([1, 2],),
+        ([2, 1],),
+        ([b"\xff"],),
+        (["\ud800"],),
+        ([], []),
+    ]
     assert len({fingerprint(*x) for x in data}) == len(data)
     assert fingerprint([1], [2]) == fingerprint([1], [2])
 
@@ -202,7 +231,10 @@ def test_a_fingerprint_tells_all_data_apart_and_knows_odd_text():
 @pytest.mark.parametrize(
     "change, says",
     [
-        ({"settings": {"lr": 2, "seed": 0, "data": 1}}, r"saved with lr = 1; repeat that, or --over"),
+        (
+            {"settings": {"lr": 2, "seed": 0, "data": 1}},
+            r"saved with lr = 1; repeat that, or --over",
+        ),
         ({"settings": {"lr": 1, "seed": 5, "data": 1}}, r"saved with seed = 0"),
         ({"settings": {"lr": 2, "seed": 5, "data": 1}}, r"saved with lr = 1, seed = 0"),
         ({"settings": {"lr": 1, "seed": 0, "data": 2}}, "data or vocabulary have changed"),
@@ -265,7 +297,9 @@ def timed(it, clock, seconds, metrics=None):
     seconds = iter(seconds)
     for step in it.steps_left(it.schedule):
         clock.now += next(seconds)
-        it.end_step({"loss": 0.5} | ((metrics or {}).get(step + 1) or {}), 100, ["loss", "val_loss"])
+        it.end_step(
+            {"loss": 0.5} | ((metrics or {}).get(step + 1) or {}), 100, ["loss", "val_loss"]
+        )
     return saves
 
 
@@ -314,7 +348,9 @@ def test_a_time_is_minutes_and_seconds():
     assert [clock(x) for x in (0, 59.9, 61, 3600)] == ["0:00", "0:59", "1:01", "60:00"]
 
 
-def test_tensorboard_gets_each_number_at_its_step_and_time_and_old_ones_again(tmp_path, monkeypatch):
+def test_tensorboard_gets_each_number_at_its_step_and_time_and_old_ones_again(
+    tmp_path, monkeypatch
+):
     made, added = [], []
     writer = SimpleNamespace(add_scalar=lambda *x: added.append(x), flush=lambda: None)
     monkeypatch.setattr(
@@ -324,7 +360,11 @@ def test_tensorboard_gets_each_number_at_its_step_and_time_and_old_ones_again(tm
     it, _ = begin(tmp_path, 3, save_every=1, tensorboard=True)
     with pytest.raises(StopIteration):
         timed(it, clock, [2, 2], {2: {"passes": [{}]}})
-    first = [("loss", 0.5, 1, 6002.0), ("tokens_per_second", 50, 1, 6002.0), ("seconds", 2.0, 1, 6002.0)]
+    first = [
+        ("loss", 0.5, 1, 6002.0),
+        ("tokens_per_second", 50, 1, 6002.0),
+        ("seconds", 2.0, 1, 6002.0),
+    ]
     assert made == [((tmp_path / "tensorboard" / "sft",), {"purge_step": 0})]
     assert added[:3] == first and [x[:3] for x in added[3:]] == [
         ("loss", 0.5, 2),

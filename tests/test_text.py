@@ -27,7 +27,6 @@ from plumbing.rows import (
     waiting,
 )
 from plumbing.tokenizer import Tokenizer, join_pairs, printable, texts_of
-from tiny import marks
 
 BYTES = Tokenizer.train([], 257)
 KINDS = [
@@ -46,7 +45,9 @@ KINDS = [
 def random_text(rng, longest=30):
     """Of all kinds of characters, and of words that come more than once."""
     parts = [rng.choice(rng.choice(KINDS)) for _ in range(rng.randint(0, longest))]
-    parts += rng.choices(["<|endoftext|>", " low", "er", chr(rng.randrange(0xD800))], k=longest // 5)
+    parts += rng.choices(
+        ["<|endoftext|>", " low", "er", chr(rng.randrange(0xD800))], k=longest // 5
+    )
     rng.shuffle(parts)
     return "".join(parts)
 
@@ -58,7 +59,11 @@ def test_any_text_survives_encoding_and_decoding_and_none_gives_the_end_token(se
     assert tokenizer.tokens[:256] == [bytes([i]) for i in range(256)]
     assert tokenizer.eos == len(tokenizer.tokens) == len(set(tokenizer.tokens))
     assert tokenizer.vocab_size == tokenizer.eos + 1 <= 320
-    for text in [random_text(rng) for _ in range(9)] + ["", "<|endoftext|>", "a<|endoftext|><|endoftext|>"]:
+    for text in [random_text(rng) for _ in range(9)] + [
+        "",
+        "<|endoftext|>",
+        "a<|endoftext|><|endoftext|>",
+    ]:
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text and tokenizer.eos not in ids
         assert tokenizer.decode([*ids, tokenizer.eos]) == text
@@ -174,7 +179,7 @@ def test_rows_that_do_not_fit_are_skipped_or_cut_and_counted(capsys):
         encode_rows(pairs[2:], BYTES, 5)
 
 
-GOOD = '{"prompt": "a", "completion": "b"}'.encode()
+GOOD = b'{"prompt": "a", "completion": "b"}'
 
 
 @pytest.mark.parametrize(
@@ -204,7 +209,11 @@ def test_values_are_read_as_they_are_in_their_order(tmp_path):
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_data_folder_is_read_file_by_file(tmp_path, capsys, packed):
     files = {"sft_train": [("a", "b")], "sft_val": [("c", "d")], "prompts_train": [("h",)]}
-    files |= {"prompts_val": [("i",)], "pref_train": [("e", "f", "g")], "pref_val": [("j", "k", "l")]}
+    files |= {
+        "prompts_val": [("i",)],
+        "pref_train": [("e", "f", "g")],
+        "pref_val": [("j", "k", "l")],
+    }
     write_rows(tmp_path, **files)
     for name in files if packed else ():
         path = tmp_path / f"{name}.jsonl"
