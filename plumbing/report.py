@@ -228,7 +228,7 @@ def make_report(models, trained_on, prompts, run, config, stage, name="PPO"):
     torch.manual_seed(run.seed)
     count = stage.report_prompts or PROMPTS[judge is None]
     prompts = [prompts[i] for i in torch.randperm(len(prompts))[:count]]
-    few, weights = spread_out(prompts, seen, max(1, count // OPTIMUM_SHARE))
+    few, weights = spread_out(prompts, seen, max(2, count // OPTIMUM_SHARE))  # one of each kind
 
     def ask(model, prompts, n):
         measured, texts = respond(

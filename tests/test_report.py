@@ -1,261 +1,467 @@
-"""The specification of plumbing/report.py: the limits that PPO is held against. Run: python -m pytest tests/test_report.py"""
+"""The report: what PPO is measured against, and what is printed of it (plumbing/report.py)."""
 
 import itertools
+import json
 import math
+import random
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from data import zoo
-from minippo import PPOConfig, evaluate_actions, frozen_copy, generate, row_lengths
-from plumbing import report
-from plumbing.report import (
-    best_of_n, estimate, means, number, optima, optimal_objective, optimality, optimum, print_systems, respond, sample, spread_out,
-    systems, truth_about, unseen, wins,
-)  # fmt: skip
-from plumbing.settings import RunConfig, UserError
-from plumbing.text import Tokenizer
-from runs import REPORT
-from tiny import EOS, assert_equal, f64, noise, tiny_gpt
+from minippo import PPOConfig, evaluate_actions, frozen_copy, row_lengths
+from plumbing import fast, report
+from plumbing.errors import UserError
+from plumbing.models import Models
+from plumbing.report import best_of_n, best_of_n_kl, estimate, optima, optimal_objective, optimum
+from plumbing.settings import RunConfig
+from plumbing.tokenizer import Tokenizer
+from tiny import EOS, assert_equal, f64, noise, stir, tiny_gpt, tiny_reward_model
+
+SEEDS = pytest.mark.parametrize("seed", range(5))
 
 
-@pytest.mark.parametrize("beta", [0.1, 1.0, 10.0])
-def test_the_optimal_objective_is_what_the_best_policy_gets_and_no_other_gets_more(beta):
-    scores = noise(2, 4)  # four responses, equally likely under the reference, to each of two prompts
-    optimum = optimal_objective(scores, beta)
-
-    def objective(policy):
-        return (policy * (scores - beta * (policy * 4).log())).sum(1)
-
-    assert_equal(objective((scores / beta).softmax(1)), optimum)
-    for _ in range(100):
-        assert (objective(noise(2, 4).mul(3).softmax(1)) <= optimum + 1e-12).all()
+def seeded(seed):
+    torch.manual_seed(seed)
+    return random.Random(seed)
 
 
-def test_at_a_large_beta_the_optimum_is_the_reference_and_at_a_small_one_the_best_response():
+# The best possible
+
+
+@SEEDS
+def test_the_optimal_objective_is_that_of_the_optimum_and_no_policy_has_more(seed):
+    beta = 10 ** seeded(seed).uniform(-1.5, 1.5)
+    measured, weights = {"score": noise(3, 5), "judge": noise(3, 5)}, torch.rand(3).double()
+    best = optimal_objective(measured["score"], beta)
+
+    def objective(policy, x=measured["score"]):  # the reference: 5 answers, equally likely
+        return (policy * (x - beta * (policy * 5).log())).sum(1)
+
+    policy = (measured["score"] / beta).exp()
+    policy /= policy.sum(1, keepdim=True)
+    assert_equal(objective(policy), best, 1e-9)
+    for _ in range(50):
+        assert (objective(noise(3, 5).mul(3).softmax(1)) <= best + 1e-9).all()
+    found = optimum(measured, beta, weights)
+    share = weights / weights.sum()
+    expected = {name: ((policy * x).sum(1) * share).sum().item() for name, x in measured.items()}
+    assert found == pytest.approx(expected | {"kl": found["kl"]})
+    assert found["score"] - beta * found["kl"] == pytest.approx((best * share).sum().item())
+    assert 0 <= found["kl"] <= math.log(5)
+
+
+def test_far_from_the_spread_of_the_scores_the_optimum_is_the_mean_or_the_best_answer():
     scores = f64([[1.0, 2.0, 6.0]])
     assert optimal_objective(scores, 1e6).item() == pytest.approx(3.0, abs=1e-4)
     assert optimal_objective(scores, 1e-3).item() == pytest.approx(6.0, abs=2e-3)
+    assert optimum({"score": f64([[0, 9]])}, 1e-3)["kl"] == pytest.approx(math.log(2))
 
 
-def test_the_optimum_weights_each_answer_by_exp_of_score_over_beta():
-    odds = math.exp(2 / 0.5)  # of an answer with score 2 against one with score 0, at beta 0.5
-    p = odds / (1 + odds)
-    got = optimum({"score": f64([[0, 2]]), "judge": f64([[5, -1]]), "kl": f64([[9, 9]])}, 0.5)
-    expected = {"score": 2 * p, "judge": 5 * (1 - p) - p, "kl": p * math.log(2 * p) + (1 - p) * math.log(2 * (1 - p))}
-    assert got == pytest.approx(expected)
-    assert optimum({"score": f64([[0, 0], [1, 1]])}, 0.1, f64([1, 3])) == pytest.approx({"score": 0.75, "kl": 0.0})
-
-
-@pytest.mark.parametrize("beta", [0.03, 0.3, 3.0])
-def test_score_less_beta_kl_of_the_optimum_is_the_optimal_objective(beta):
-    measured = {"score": noise(5, 40)}
-    got = optimum(measured, beta)
-    assert got["score"] - beta * got["kl"] == pytest.approx(optimal_objective(measured["score"], beta).mean().item())
-    assert got["kl"] <= math.log(40)
-
-
-def test_the_optima_are_those_at_the_price_that_was_paid_and_at_others_around_the_spread_of_the_scores():
-    measured = {"score": f64([[-3, 3], [3, -3]])}
-    rows = optima(measured, 0.7)
+def test_the_optima_are_those_at_beta_and_around_the_spread_of_the_scores():
+    measured, weights = {"score": f64([[-3, 3], [3, -3]])}, f64([1, 2])
+    rows = optima(measured, 0.7, weights)
     shares = [0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0, 5.0]
-    assert [row["beta"] for row in rows] == pytest.approx(sorted([0.7, *(3 * share for share in shares)]))
+    assert [row["beta"] for row in rows] == pytest.approx(sorted([0.7, *(3 * x for x in shares)]))
     for row in rows:
-        assert row == {"beta": row["beta"]} | optimum(measured, row["beta"])
-    assert [row["kl"] for row in rows] == sorted((row["kl"] for row in rows), reverse=True)
-    assert len(optima(measured, 0.0)) == 10 and [row["beta"] for row in optima({"score": f64([[1, 1]])}, 0.7)] == [0.7]
-    assert optima(measured, 3.0, f64([1, 2]))[5] == {"beta": 1.5} | optimum(measured, 1.5, f64([1, 2]))
+        assert row == {"beta": row["beta"]} | optimum(measured, row["beta"], weights)
+    assert len(optima(measured, 0.0)) == 10
+    assert [row["beta"] for row in optima({"score": f64([[1, 1]])}, 0.7)] == [0.7]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 6])
-def test_best_of_n_is_the_average_over_all_subsets_of_n(n):
-    scores, values = noise(2, 6), noise(2, 6)
-    for row in range(2):
-        best = [values[row, max(subset, key=lambda i: scores[row, i])] for subset in itertools.combinations(range(6), n)]
-        assert_equal(best_of_n(scores, values, n)[row], torch.stack(best).mean(), 1e-6)
+@SEEDS
+def test_best_of_n_is_the_mean_over_all_subsets_of_n(seed):
+    M = seeded(seed).randint(3, 6)
+    scores, values = noise(2, M), noise(2, M)
+    for n in range(1, M + 1):
+        for row in range(2):
+            subsets = itertools.combinations(range(M), n)
+            best = [values[row, max(x, key=lambda i: scores[row, i])] for x in subsets]
+            assert_equal(best_of_n(scores, values, n)[row], torch.stack(best).mean(), 1e-6)
 
 
-def test_best_of_1_is_the_mean_and_best_of_all_the_maximum():
-    scores = noise(3, 256)
-    assert_equal(best_of_n(scores, scores, 1), scores.mean(1), 1e-6)
-    assert_equal(best_of_n(scores, scores, 256), scores.amax(1), 1e-6)
+def test_the_kl_of_best_of_n():
+    """By its definition, for answers without ties: of M, the k-th from below is best in
+    C(k-1, n-1) of C(M, n) subsets; the KL of these shares to 1 / M tends to the formula."""
+    M, n = 5000, 4
+    shares = f64([math.comb(k - 1, n - 1) / math.comb(M, n) for k in range(n, M + 1)])
+    assert best_of_n_kl(n) == pytest.approx((shares * (shares * M).log()).sum().item(), abs=2e-3)
+    assert best_of_n_kl(1) == 0
 
 
-def test_an_estimate_is_a_mean_over_prompts_with_its_standard_error():
-    x = noise(50, 4)
+# Means and their errors
+
+
+@SEEDS
+def test_an_estimate_is_a_weighted_mean_over_prompts_with_its_error(seed):
+    seeded(seed)
+    x, weights = noise(50, 4), torch.rand(50).double() + 0.1
     prompts = x.mean(1)
-    expected = {"a": prompts.mean().item(), "a_se": (prompts.std() / 50**0.5).item()}
-    assert estimate("a", x) == pytest.approx(expected)
-    assert estimate("a", x, torch.full((50,), 7.0)) == pytest.approx(expected)
+    plain = {"a": prompts.mean().item(), "a_se": (prompts.std() / 50**0.5).item()}
+    assert estimate("a", x) == pytest.approx(plain) == estimate("a", x, torch.full((50,), 7.0))
+    got, mean = estimate("a", x, weights), (weights * prompts).sum() / weights.sum()
+    parts = weights / weights.sum() * (prompts - mean)
+    assert got["a"] == pytest.approx(mean.item())
+    assert got["a_se"] == pytest.approx(((parts**2).sum() * 50 / 49).sqrt().item())
     assert estimate("a", f64([[1, 2, 3]])) == {"a": 2.0, "a_se": None}
+    figures = {"ended": x, "length": x, "kl": x}
+    found = report.means(figures, weights)
+    assert found["eos_rate"] == found["response_length"] == found["kl"] == got["a"]
+    assert found["eos_rate_se"] == found["kl_se"] == got["a_se"] and len(found) == 6
 
 
-def test_a_prompt_of_twice_the_weight_counts_twice():
-    got = estimate("a", f64([1, 4]), f64([2, 1]))
-    assert got["a"] == pytest.approx(2.0)
-    # Each prompt's part is weight x (its value - the mean); with n / (n - 1) as in any sample.
-    assert got["a_se"] == pytest.approx(((2 / 3 * -1) ** 2 + (1 / 3 * 2) ** 2) ** 0.5 * 2**0.5)
-
-
-def test_optimality_is_the_share_of_what_can_be_gained_and_its_error_that_of_a_ratio():
-    J_sft, J_best = noise(4000), noise(4000) + 10
-    J = J_sft + 0.9 * (J_best - J_sft) + 0.5 * noise(4000)
-    got = optimality(J, J_sft, J_best)
-    assert got["optimality"] == pytest.approx(((J - J_sft).mean() / (J_best - J_sft).mean()).item())
-    assert got["optimality"] == pytest.approx(0.9, abs=4 * 0.05 / 4000**0.5)
-    assert got["optimality_se"] == pytest.approx(0.05 / 4000**0.5, rel=0.1)  # 0.5 / 10 per prompt: what is common cancels out
-    repeats = [optimality(*(x[i : i + 40] for x in (J, J_sft, J_best)))["optimality"] for i in range(0, 4000, 40)]
-    assert torch.tensor(repeats).std().item() == pytest.approx(0.05 / 40**0.5, rel=0.2)
-
-
-@pytest.mark.parametrize("n, unseen, seen", [(8, 4, 4), (100, 5, 20), (12, 5, 7), (2, 1, 1)])
-def test_half_of_the_prompts_looked_at_closely_are_unseen_ones_and_the_weights_make_up_for_it(n, unseen, seen):
-    prompts = [[i] for i in range(25)]
-    chosen, weights = spread_out(prompts, {(i,) for i in range(20)}, n)
-    new = [prompt[0] >= 20 for prompt in chosen]
-    assert (sum(new), len(new) - sum(new)) == (unseen, seen)
-    assert len({tuple(prompt) for prompt in chosen}) == len(chosen) == len(weights)
-    assert weights[torch.tensor(new)].sum().item() == pytest.approx(5) and weights.sum().item() == pytest.approx(25)
-
-
-def test_where_all_prompts_are_seen_or_none_are_they_weigh_the_same():
-    prompts = [[i] for i in range(9)]
-    for seen in (set(), {(i,) for i in range(9)}):
-        chosen, weights = spread_out(prompts, seen, 4)
-        assert len(chosen) == 4 and len(set(weights.tolist())) == 1
+def test_the_error_of_optimality_is_that_of_repeated_measurements():
+    torch.manual_seed(0)
+    J_sft, J_best = noise(8000), noise(8000) + 5
+    J = J_sft + 0.8 * (J_best - J_sft) + 0.5 * noise(8000) + 0.2 * (J_best - 5)
+    got = report.optimality(J, J_sft, J_best)
+    ratio = (J - J_sft).mean() / (J_best - J_sft).mean()
+    assert got["optimality"] == pytest.approx(ratio.item())
+    parts = [
+        report.optimality(*(x[i : i + 40] for x in (J, J_sft, J_best))) for i in range(0, 8000, 40)
+    ]
+    spread = torch.tensor([x["optimality"] for x in parts]).std().item()
+    assert spread == pytest.approx(parts[7]["optimality_se"], rel=0.4)
+    assert spread == pytest.approx(got["optimality_se"] * 200**0.5, rel=0.15)
+    weights = torch.rand(40).double()
+    got = report.optimality(J[:40, None], J_sft[:40].expand(3, 40).T, J_best[:40], weights)
+    means = [(weights * x[:40]).sum() for x in (J - J_sft, J_best - J_sft)]
+    assert got["optimality"] == pytest.approx((means[0] / means[1]).item())
+    assert report.optimality(f64([2]), f64([1]), f64([3])) == {
+        "optimality": 0.5,
+        "optimality_se": None,
+    }
 
 
 def test_the_worst_tenth_is_chosen_by_one_half_of_the_samples_and_measured_by_the_other():
-    # 11 prompts, so that a tenth is two of them, rounded up; two samples each. What is missing, by the first samples and by the
-    # second: prompts 0 and 1 miss most by the first, 1 and 2 by the second. Prompt 11 is not asked for.
+    # 11 prompts, so that a tenth is two of them, rounded up; two samples each. Prompts 0 and 1 miss
+    # most by the first samples, 1 and 2 by the second. Prompt 11 is not asked for.
     missing = torch.ones(12, 2, dtype=torch.float64)
-    missing[0], missing[1], missing[2], missing[11] = f64([[9, 2], [8, 7], [3, 6], [99, 99]])
+    missing[:3], missing[11] = f64([[9, 2], [8, 7], [3, 6]]), f64([99, 99])
     rows = torch.arange(12) < 11
-    held = (2 + 7) + (8 + 3)  # prompts 0 and 1 by the second samples, 1 and 2 by the first
+    held = (2 + 7) + (8 + 3)
     got = report.worst_tenth(5 - missing, f64([[5.0]] * 12), rows)
     assert got == {"worst_tenth": pytest.approx(held / missing[rows].sum().item())}
+    same = report.worst_tenth(torch.zeros(20, 8), torch.ones(20, 1), torch.ones(20) > 0)
+    assert same == {"worst_tenth": pytest.approx(0.1)}
 
 
-def test_where_all_prompts_miss_the_same_the_worst_tenth_holds_a_tenth():
-    got = report.worst_tenth(torch.zeros(20, 8), torch.ones(20, 1), torch.ones(20, dtype=torch.bool))
-    assert got == {"worst_tenth": pytest.approx(0.1)}
+@pytest.mark.parametrize("seed", range(20))
+def test_up_to_half_of_the_prompts_looked_at_closely_are_unseen_and_the_weights_make_up(seed):
+    rng = random.Random(seed)
+    count, n = rng.randint(2, 40), rng.randint(2, 50)
+    prompts = [[i] for i in range(count)]
+    seen = {(i,) for i in rng.sample(range(count), rng.randint(0, count))} | {(99,)}
+    new = report.unseen(prompts, seen)
+    assert new == [(i,) not in seen for i in range(count)]
+    chosen, weights = report.spread_out(prompts, seen, n)
+    assert len(chosen) == len(weights) == min(n, count) == len({tuple(x) for x in chosen})
+    kinds = torch.tensor(report.unseen(chosen, seen))
+    few, many = sorted((sum(new), count - sum(new)))
+    assert few == 0 or 0 < kinds.sum() < len(kinds)
+    assert abs(2 * kinds.sum() - len(kinds)) <= 1 or len(kinds) - few in (
+        kinds.sum(),
+        (~kinds).sum(),
+    )
+    assert weights[kinds].sum().item() == pytest.approx(sum(new))
+    assert weights[~kinds].sum().item() == pytest.approx(count - sum(new))
+    assert len(set(weights[kinds].tolist())) <= 1
 
 
 def test_a_tie_is_half_a_win():
-    assert wins(f64([3, 1, 2]), f64([1, 3, 2])).tolist() == [1.0, 0.0, 0.5]
+    assert report.wins(f64([3, 1, 2]), f64([1, 3, 2])).tolist() == [1.0, 0.0, 0.5]
 
 
-def test_the_unseen_prompts_are_those_that_ppo_was_not_trained_on():
-    assert unseen([[1, 2], [3], [2, 1]], {(1, 2), (4,)}) == [False, True, True]
+# The report of tiny models
+
+TOKENIZER = Tokenizer([bytes([65 + i]) for i in range(EOS)])
 
 
-def test_every_response_is_measured_for_its_own_prompt_in_pieces_too(monkeypatch):
-    policy, ref, prompts = tiny_gpt(), frozen_copy(tiny_gpt()), [[1], [2, 3], [4, 5, 6]]
-    with torch.no_grad():
-        policy.lm_head.weight.mul_(1.5)
-    tokenizer, config = Tokenizer([bytes([i]) for i in range(EOS)]), PPOConfig(max_new_tokens=5, missing_eos_penalty=0.5)
-    seen = []
+def made(out, prompts=12, seen=8, judge=None, beta=0.5, reward_model=True, size=5, name="PPO"):
+    """-> make_report() on tiny models, and what respond() was asked for."""
+    asked, respond = [], report.respond
 
-    def watched(model, rows, *settings):
-        out = generate(model, rows, *settings)
-        seen.append((rows, *out))
-        return out
+    def watched(model, ref, score, prompts, n, *rest):
+        asked.append((model is ref, len(prompts), n, rest[-1]))
+        return respond(model, ref, score, prompts, n, *rest)
 
-    def judge(prompt, text):
-        return len(prompt) + 10 * len(text)
+    torch.manual_seed(0)
+    sft, scorer = tiny_gpt(), tiny_reward_model() if reward_model else None
+    policy = stir(frozen_copy(sft), 0.05)
 
-    monkeypatch.setattr("plumbing.report.generate", watched)
-    asked = lambda tokens, mask: 100.0 * tokens[:, 0] + mask.sum(1)  # noqa: E731
-    measured, texts = respond(policy, ref, asked, prompts, 4, tokenizer, config, size=5, judge=judge)
-    assert [len(rows) for rows, *_ in seen] == [5, 5, 2] and all(x.shape == (3, 4) for x in measured.values())
-    i = 0
-    for rows, tokens, mask, logprobs, _ in seen:
-        with torch.no_grad():
-            there = evaluate_actions(ref, tokens, mask)[0]
-        for j, row in enumerate(rows):
-            assert row == prompts[i // 4]
-            n, length = int(mask[j].sum()), int(row_lengths(mask)[j])
-            ended = tokens[j, length - 1].item() == EOS
-            here = {name: x.flatten()[i].item() for name, x in measured.items()}
-            assert here["length"] == n and here["ended"] == ended
-            assert here["score"] == pytest.approx(100 * row[0] + n - 0.5 * (not ended))
-            assert here["kl"] == pytest.approx((logprobs[j] - there[j]).sum().item(), abs=1e-4)
-            assert texts[i] == tokenizer.decode(tokens[j, len(row) : length].tolist())
-            assert here["judge"] == len(row) + 10 * len(texts[i])
-            i += 1
-    assert not respond(ref, ref, asked, prompts, 2, tokenizer, config)[0]["kl"].any()
+    def score(tokens, mask):
+        return 0.1 * mask.sum(1) + tokens[:, 0].double()
 
-
-def test_the_figures_have_the_names_of_the_report():
-    assert means({"ended": f64([[1, 0], [1, 1]]), "kl": f64([[2.0], [4.0]])}) == pytest.approx(
-        {"eos_rate": 0.75, "eos_rate_se": 0.25, "kl": 3.0, "kl_se": 1.0}
+    facts = {"sft": {"val_loss": 2.0, "val_tokens": 50}} | (
+        {"rm": {"val_accuracy": 0.7}} if scorer else {}
     )
+    models = Models(policy, sft, scorer, score, TOKENIZER, facts)
+    rows = [[i % 8, i // 8] for i in range(prompts)]
+    config = PPOConfig(max_new_tokens=4, kl_coef=beta, missing_eos_penalty=0.25)
+    stage = SimpleNamespace(report_prompts=prompts, rollout_batch=size, models="")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "respond", watched)
+        patch.setattr(report, "OPTIMUM_SAMPLES", 64)
+        patch.setattr(report, "truth_about", lambda data: (None, judge, {}))
+        run = RunConfig(data=out, out=out, seed=3, device="cpu")
+        return report.make_report(models, rows[:seen], rows, run, config, stage, name), asked
 
 
-def test_a_number_is_printed_with_its_error_if_it_has_one():
-    assert number({"kl": 1.239, "kl_se": 0.04}, "kl", 2) == "1.24 ± 0.04"
-    assert number({"kl": 1.2}, "kl", 2) == number({"kl": 1.2, "kl_se": None}, "kl", 2) == "1.20"
+def test_the_report_holds_every_figure_with_its_error_and_is_written(tmp_path):
+    got, asked = made(tmp_path, 24, 16)
+    assert got == json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
+    assert asked == [(True, 24, 4, 5), (True, 3, 64, 5), (False, 24, 4, 5), (False, 3, 16, 5)]
+    figures = {"score", "kl", "eos_rate", "response_length"}
+    assert (got["algorithm"], got["beta"], got["seed"]) == ("PPO", 0.5, 3)
+    assert got["rm"] == {"val_accuracy": 0.7} and got["sft"]["val_loss"] == 2.0
+    assert got["sft"].keys() >= figures and got["sft"]["kl"] == 0
+    for kind, count in (("ppo", None), ("ppo_seen", 16), ("ppo_unseen", 8)):
+        assert got[kind].keys() >= figures | {f"{x}_se" for x in figures} | {"optimality"}
+        assert got[kind].get("prompts") == count and ("worst_tenth" in got[kind]) == bool(count)
+    both = (16 * got["ppo_seen"]["score"] + 8 * got["ppo_unseen"]["score"]) / 24
+    assert got["ppo"]["score"] == pytest.approx(both) and got["ppo"]["kl"] > 0
+    assert [row["kl"] for row in got["best_of_n"].values()] == [
+        best_of_n_kl(n) for n in (4, 16, 64)
+    ]
+    scores = [got["sft"]["score"], *(row["score"] for row in got["best_of_n"].values())]
+    assert 0.5 in [row["beta"] for row in got["optimum"]] and scores[1:] == sorted(scores[1:])
+    assert len(got["samples"]) == 6 and got["seconds"].keys() == {"report"}
 
 
-PRINTED = """
-                         judge            score               kl         eos_rate  response_length
-SFT               -0.33 ± 0.04     -0.01 ± 0.03      0.00 ± 0.00    1.000 ± 0.000      9.90 ± 0.09
-best of 4          1.67 ± 0.02      0.93 ± 0.04             0.64                -                -
-best of 16         2.58 ± 0.03      1.42 ± 0.04             1.84                -                -
-PPO                2.63 ± 0.03      1.47 ± 0.02      2.73 ± 0.03    1.000 ± 0.000     12.36 ± 0.08
-PPO, unseen                  -      1.41 ± 0.06      2.57 ± 0.10                -                -
-best possible             3.00
-"""
+def test_without_beta_there_is_no_optimality_and_one_kind_of_prompts_is_not_told_apart(tmp_path):
+    got, _ = made(tmp_path, beta=0.0)
+    assert "optimality" not in got["ppo"] | got["ppo_seen"] and len(got["optimum"]) == 10
+    for seen in (1, 11):
+        assert "ppo_seen" not in made(tmp_path, seen=seen)[0]
+    got, _ = made(tmp_path, 2, 1, reward_model=False, name="RLOO")
+    assert got["rm"] == {} and got["algorithm"] == "RLOO"
 
 
-def test_the_systems_are_printed_a_line_each(capsys):
-    print_systems(REPORT)
-    assert capsys.readouterr().out == PRINTED
-    no_judge = {"sft": {"score": 0.5, "kl": 0.0}, "best_of_n": {}, "ppo": {"score": 1.0, "kl": 2.0, "eos_rate": 0.5}}
-    names, rows = systems(no_judge)
-    assert names == ["score", "kl", "eos_rate", "response_length"]
-    assert rows == {"SFT": ["0.50", "0.00", "-", "-"], "PPO": ["1.00", "2.00", "0.500", "-"]}
+def test_a_judge_grades_answers_to_their_prompts_and_samples_hold_both(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "add_truth", lambda *_: None)
+    got, _ = made(tmp_path, judge=lambda prompt, response: len(prompt) + 10.0 * len(response))
+    for kind in ("sft", "ppo", "ppo_unseen"):
+        row = got[kind]  # an end token has no text
+        length = row["response_length"] - row["eos_rate"]
+        assert row["judge"] == pytest.approx(2 + 10 * length, rel=1e-5)
+    assert {"judge", "score"} <= got["best_of_n"]["4"].keys() and "judge" in got["optimum"][0]
+    for row in got["samples"]:
+        assert row["judge"] == 2 + 10 * len(row["ppo"]) and row["sft_judge"] == 2 + 10 * len(
+            row["sft"]
+        )
+        assert row.keys() == {
+            "prompt",
+            "sft",
+            "ppo",
+            "score",
+            "judge",
+            "kl",
+            "sft_score",
+            "sft_judge",
+        }
+
+
+@pytest.mark.parametrize("size", [0, 5])
+def test_every_response_is_measured_for_its_prompt_in_pieces_too(monkeypatch, size):
+    policy, prompts, seen = tiny_gpt(), [[1], [2, 3], [4, 5, 6]], []
+    ref, generate = frozen_copy(tiny_gpt()), report.generate
+
+    def watched(*args):
+        seen.append(generate(*args))
+        return seen[-1]
+
+    def score(tokens, mask):
+        return 100.0 * tokens[:, 0] + mask.sum(1)
+
+    monkeypatch.setattr(report, "generate", watched)
+    config = PPOConfig(max_new_tokens=5, temperature=0.7, missing_eos_penalty=0.5)
+    measured, texts = report.respond(policy, ref, score, prompts, 4, TOKENIZER, config, size)
+    assert [len(x[0]) for x in seen] == ([5, 5, 2] if size else [12])
+    i = 0
+    for tokens, mask, logprobs, _ in seen:
+        with torch.no_grad():
+            there = evaluate_actions(ref, tokens, mask, 0.7)[0]
+        for j, length in enumerate(row_lengths(mask).tolist()):
+            n, prompt = int(mask[j].sum()), prompts[i // 4]
+            ended = tokens[j, length - 1].item() == EOS
+            row = {name: x.flatten()[i].item() for name, x in measured.items()}
+            kl = (logprobs[j] - there[j])[mask[j]].sum().item()
+            expected = {
+                "length": n,
+                "ended": float(ended),
+                "score": 100 * prompt[0] + n - 0.5 * (not ended),
+            }
+            assert row == pytest.approx(expected | {"kl": kl}, abs=1e-4)
+            assert texts[i] == TOKENIZER.decode(tokens[j, len(prompt) : length].tolist())
+            i += 1
+    assert not report.respond(ref, ref, score, prompts, 2, TOKENIZER, config)[0]["kl"].any()
+
+
+# What the default data tells
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def test_the_truth_is_known_of_the_default_data_alone(tmp_path):
-    assert truth_about(tmp_path) == (None, None, {})
+    assert report.truth_about(tmp_path) == (None, None, {})
     (tmp_path / "ceilings.json").write_text('{"best_judge": 3}')
-    assert truth_about(tmp_path) == (zoo.crowd, zoo.judge, {"best_judge": 3})
+    assert report.truth_about(tmp_path) == (zoo.crowd, zoo.judge, {"best_judge": 3})
     (tmp_path / "ceilings.json").write_text('{"best_judge"')
     with pytest.raises(UserError, match="ceilings.json: is no JSON; delete it"):
-        truth_about(tmp_path)
+        report.truth_about(tmp_path)
 
 
-def test_a_sample_has_the_figures_of_both_and_the_judges_only_where_there_is_one():
-    before = {"score": f64([[1, 9], [2, 9]]), "judge": f64([[3, 9], [4, 9]]), "kl": f64([[0, 0], [0, 0]])}
-    after = {name: x + 10 for name, x in before.items()}
-    both = {"prompt": "p", "sft": "s", "ppo": "q", "kl": 10.0}
-    assert sample("p", "s", "q", before, after, 1) == both | {"score": 12.0, "judge": 14.0, "sft_score": 2.0, "sft_judge": 4.0}
-    for x in (before, after):
-        del x["judge"]
-    assert sample("p", "s", "q", before, after, 0) == both | {"score": 11.0, "sft_score": 1.0}
+def test_sft_and_reward_model_are_held_against_the_truth_row_by_row(tmp_path):
+    rng, sft, model = random.Random(0), tiny_gpt(), tiny_reward_model()
+    rows = ["".join(rng.choices("ABCDEFGHIJ", k=i % 5 + 1)) for i in range(3 * 90)]
+    demonstrations, pairs = (
+        list(zip(rows[::3], rows[1::3])),
+        list(zip(rows[::3], rows[1::3], rows[2::3])),
+    )
+    write_lines(
+        tmp_path / "sft_val.jsonl", [{"prompt": a, "completion": b} for a, b in demonstrations]
+    )
+    keys = ("prompt", "chosen", "rejected")
+    write_lines(tmp_path / "pref_val.jsonl", [dict(zip(keys, row)) for row in pairs])
+    run = SimpleNamespace(data=tmp_path, device="cpu")
+    share = {prompt: 0.1 + 0.01 * i for i, prompt in enumerate(dict.fromkeys(rows[::3]))}
+    fast.install()
+    excess, hits = [], []
+    with torch.no_grad():
+        for prompt, answer in demonstrations:
+            ids = [*TOKENIZER.encode(prompt), *TOKENIZER.encode(answer), EOS]
+            logits = sft(torch.tensor([ids]))[0][0].log_softmax(-1)
+            nats = sum(logits[t - 1, ids[t]].item() for t in range(len(prompt), len(ids)))
+            excess.append(-nats + math.log(share[prompt]))
+        for prompt, *answers in pairs:
+            ids = [[*TOKENIZER.encode(prompt), *TOKENIZER.encode(x), EOS] for x in answers]
+            a, b = (model(torch.tensor([x]), torch.tensor([len(x)])).item() for x in ids)
+            gap = len(answers[0]) - len(answers[1])  # to this judge, longer is better
+            hits.append((gap > 0) + 0.5 * (gap == 0) - (a > b) - 0.5 * (a == b))
+    got = report.above_entropy(
+        sft, TOKENIZER, run, lambda prompt: dict.fromkeys(rows, share[prompt])
+    )
+    count = sum(len(answer) + 1 for _, answer in demonstrations)
+    assert got["above_entropy"] == pytest.approx(sum(excess) / count, rel=1e-4)
+    assert got["above_entropy_se"] == pytest.approx(
+        f64(excess).std().item() * 90**0.5 / count, rel=1e-3
+    )
+    got = report.below_ceiling(model, TOKENIZER, run, lambda prompt, answer: float(len(answer)))
+    assert got["below_ceiling"] == pytest.approx(sum(hits) / 90)
+    assert got["below_ceiling_se"] == pytest.approx(f64(hits).std().item() / 90**0.5)
+    for name in ("sft", "pref"):  # a row that does not fit: nothing to compare
+        path = tmp_path / f"{name}_val.jsonl"
+        path.write_text(path.read_text().replace('"prompt": "', '"prompt": "' + "A" * 16, 1))
+    assert report.below_ceiling(model, TOKENIZER, run, None) == {}
+    assert report.above_entropy(sft, TOKENIZER, run, None) == {}
 
 
-def test_prompts_that_ppo_was_trained_on_and_others_are_measured_apart(monkeypatch, tmp_path):
-    # The SFT model's scores are 0 and 2 in turn, so at beta = 1 the optimum is the log of the mean of 1 and exp(2).
-    prompts = [[i] for i in range(1, 9)]
+def test_what_the_default_data_tells_stands_in_the_report(monkeypatch):
+    monkeypatch.setattr(report, "above_entropy", lambda *_: {"above_entropy": 0.02})
+    monkeypatch.setattr(report, "below_ceiling", lambda *_: {"below_ceiling": 0.01})
+    limits = {"best_judge": 3.0, "val_nats": 20.0, "label_accuracy": 0.8, "label_loss": 0.3}
+    before, after = ({"judge": f64([[x, 1], [1, 1]])} for x in (0, 2))
+    for reward_model in (None, "rm"):
+        got = {"sft": {"val_tokens": 40}, "ppo": {}, "rm": {}}
+        models = SimpleNamespace(reference=None, tokenizer=None, reward_model=reward_model)
+        report.add_truth(got, before, after, models, None, None, None, limits)
+        assert got["best_judge"] == 3.0 and got["sft"]["entropy_floor"] == 0.5
+        assert (
+            got["ppo"]["win_rate_vs_sft"] == pytest.approx(5 / 8) and "above_entropy" in got["sft"]
+        )
+        truth = {"label_ceiling": 0.8, "label_loss_floor": 0.3, "below_ceiling": 0.01}
+        assert got["rm"] == (truth if reward_model else {})
 
-    def respond(policy, ref, score, rows, n, *rest):
-        level = torch.tensor([[1.3 if row[0] < 6 else 1.1] for row in rows]).expand(-1, n)
-        scores = torch.tensor([0.0, 2.0]).repeat(len(rows), n // 2) if policy is ref else level
-        zeros = torch.zeros_like(scores)
-        return {"score": scores, "ended": zeros, "kl": zeros, "length": zeros}, ["text"] * (len(rows) * n)
 
-    monkeypatch.setattr(report, "respond", respond)
-    models = SimpleNamespace(tokenizer=SimpleNamespace(decode=str), facts={"sft": {}}, score=None, reward_model=None)
-    run, stage = RunConfig(data=tmp_path, out=tmp_path), SimpleNamespace(report_prompts=0, rollout_batch=0, models="")
-    got = report.make_report("ppo", "sft", models, prompts, prompts[:5], run, PPOConfig(kl_coef=1.0), stage)
-    best = math.log((1 + math.exp(2)) / 2) - 1
-    assert (got["ppo_seen"]["prompts"], got["ppo_unseen"]["prompts"]) == (5, 3)
-    assert got["ppo_seen"]["score"] == pytest.approx(1.3) and got["ppo_unseen"]["score"] == pytest.approx(1.1)
-    for kind, gained, worst in (("ppo_seen", 0.3, 1 / 5), ("ppo_unseen", 0.1, 1 / 3)):
-        assert got[kind]["optimality"] == pytest.approx(gained / best) and got[kind]["worst_tenth"] == pytest.approx(worst)
-    assert got["ppo"]["score"] == pytest.approx((5 * 1.3 + 3 * 1.1) / 8)
-    same = report.make_report("ppo", "sft", models, prompts, prompts, run, PPOConfig(kl_coef=1.0), stage)
-    assert "ppo_seen" not in same and "ppo_unseen" not in same  # there is but one kind
+# What is printed
+
+
+def with_errors(**figures):
+    return figures | {f"{name}_se": 0.014 for name in figures}
+
+
+REPORT = {
+    "algorithm": "GRPO",
+    "beta": 0.1,
+    "best_judge": 3.0,
+    "seconds": {"sft": 78.4, "report": 45.6},
+    "sft": with_errors(
+        judge=-0.33, score=0.01, kl=0.0, eos_rate=1.0, response_length=9.9, val_loss=0.507
+    ),
+    "ppo": with_errors(
+        judge=2.63,
+        score=1.47,
+        kl=2.73,
+        eos_rate=1.0,
+        response_length=12.36,
+        win_rate_vs_sft=0.906,
+        optimality=0.86,
+    ),
+    "ppo_seen": {"worst_tenth": 0.17} | with_errors(optimality=0.87),
+    "ppo_unseen": {"prompts": 50, "worst_tenth": 0.31}
+    | with_errors(score=1.41, kl=2.57, optimality=0.834),
+    "rm": with_errors(val_accuracy=0.8177, below_ceiling=0.0088) | {"label_ceiling": 0.8265},
+    "best_of_n": {"4": {"judge": 1.67, "score": 0.93, "kl": 0.63629, "score_se": None}},
+    "samples": [{"prompt": "Why?\x1b", "sft": " So.", "ppo": " Yes.", "score": 1.5, "kl": 2.25}],
+}
+REPORT["sft"] |= with_errors(above_entropy=0.0207) | {"entropy_floor": 0.4862}
+PRINTED = """
+                          judge            score               kl         eos_rate  response_length
+SFT                -0.33 ± 0.01      0.01 ± 0.01      0.00 ± 0.01    1.000 ± 0.014      9.90 ± 0.01
+best of 4                  1.67             0.93             0.64                -                -
+GRPO                2.63 ± 0.01      1.47 ± 0.01      2.73 ± 0.01    1.000 ± 0.014     12.36 ± 0.01
+GRPO, unseen                  -      1.41 ± 0.01      2.57 ± 0.01                -                -
+best possible              3.00
+
+SFT validation loss 0.5070 ± 0.0140 nats/token
+    0.0207 ± 0.0140 above the entropy of the same rows, 0.4862
+reward model, validation pairs right 0.8177 ± 0.0140
+    0.0088 ± 0.0140 below the judge on the same pairs, 0.8265
+GRPO wins against SFT 0.906 ± 0.014 (by the judge, ties half)
+optimality 0.860 ± 0.014: how much of the way GRPO has come from SFT
+    to the largest score - 0.1 KL that any policy can have
+    50 of the prompts are unseen: it was not trained on them
+    optimality there 0.834 ± 0.014, 0.870 ± 0.014 on those that it was trained on
+    the tenth of the prompts with the largest gap to the best holds 31% and 17% of all gaps
+
+Samples, before and after:
+  Why?\\x1b
+    SFT   So.
+    GRPO  Yes.   (score 1.50, KL 2.25)
+seconds: sft 78, report 46
+"""
+
+
+def test_the_report_is_printed(capsys):
+    report.print_report(REPORT)
+    assert capsys.readouterr().out == PRINTED
+
+
+def test_what_a_report_has_not_is_not_printed(capsys):
+    bare = {"score": 0.5, "kl": 0.0, "val_loss": 2.0}
+    small = {"sft": bare, "ppo": bare | {"eos_rate": 0.5}, "rm": {}, "best_of_n": {}, "beta": 0.0}
+    report.print_report(small | {"samples": [], "seconds": {}})
+    table, limits = capsys.readouterr().out.split("\n\n")[:2]
+    assert [line.split() for line in table.splitlines()[1:]] == [
+        ["score", "kl", "eos_rate", "response_length"],
+        ["SFT", "0.50", "0.00", "-", "-"],
+        ["PPO", "0.50", "0.00", "0.500", "-"],
+    ]
+    assert limits == "SFT validation loss 2.0000 nats/token"
+
+
+def test_the_seconds_are_those_of_the_last_lines_of_the_logs(tmp_path):
+    for path, name, seconds in (
+        (tmp_path, "sft", 3),
+        (tmp_path, "rm", 4),
+        (tmp_path / "b", "ppo", 5),
+    ):
+        path.mkdir(exist_ok=True)
+        write_lines(
+            path / f"{name}.jsonl", [{"step": 1, "seconds": 1}, {"step": 2, "seconds": seconds}]
+        )
+    assert report.seconds_of_stages(tmp_path, tmp_path / "b") == {"sft": 3, "rm": 4, "ppo": 5}
+    assert report.seconds_of_stages(tmp_path, tmp_path) == {"sft": 3, "rm": 4}

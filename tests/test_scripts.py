@@ -1,832 +1,991 @@
-"""The three scripts and the sampler, as a user meets them. Run: python -m pytest tests/test_scripts.py
+"""The three scripts: do they compute what minippo.py says, and does an interruption change nothing?
 
-One chain of small runs is made through the command line; everything after it looks at what the chain wrote. Further runs happen
-inside this process, by executing the same file with the same arguments, because that saves importing torch each time.
+Run: python -m pytest tests/test_scripts.py
 """
 
-import io
 import json
 import math
-import os
 import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import time
+from functools import partial
+from itertools import product, zip_longest
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import minippo
-import sample
+import plumbing.report
 import train_ppo
 import train_rm
 import train_sft
-from cli import ONE_THREAD, ROOT, command, metrics, run, same_weights, shell
-from data import zoo
+from cli import (
+    CPU,
+    FLAGS,
+    PPO,
+    edited,
+    metrics,
+    run,
+    same_weights,
+    stage,
+    start,
+    wait_for,
+    write_data,
+    write_models,
+)
 from minippo import PPOConfig
-from plumbing import fast, report, settings, tracing, training, watch
-from plumbing.checkpoints import load_checkpoint, save_checkpoint
-from plumbing.settings import UserError
-from plumbing.text import Tokenizer, load_jsonl
-from tiny import assert_equal, tiny_gpt
+from plumbing import fast, state, training, watch
+from plumbing.checkpoints import load_checkpoint
+from plumbing.errors import UserError
+from plumbing.rows import read_prompts
+from plumbing.tokenizer import Tokenizer
+from tiny import EOS, marks, tiny_gpt, tiny_reward_model
 
-CPU = ["--device", "cpu"]  # where the same seed gives the same bits
-SMALL = [*CPU, "--layers", "1", "--heads", "2", "--channels", "16", "--context", "32", "--batch_size", "16", "--dropout", "0.1"]
-PPO = [*CPU, "--steps", "2", "--batch_size", "8", "--minibatches", "2", "--max_new_tokens", "8"]
-SFT, RM = [*SMALL, "--warmup", "0", "--epochs", "1"], [*CPU, "--epochs", "1", "--batch_size", "16"]
-FLAGS = {"train_sft.py": SFT, "train_rm.py": RM, "train_ppo.py": PPO}
-ALL_METRICS = {"step", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"}
-QUESTION = "What does a bee eat?"
+# --------------------------------------------------------------------------------------------------
+# The same steps in plain code: row by row, a loss, a gradient, AdamW. What comes out are the lines
+# of the log, and at the end the weights; a script must arrive there with its batches, its padding
+# left out and its cache. Each flag has another value than its default, and must be seen to act.
+
+FIT = {
+    "batch_size": 12,
+    "epochs": 1,
+    "lr": 0.01,
+    "warmup": 1,
+    "weight_decay": 0.2,
+    "max_grad_norm": 0.5,
+    "seed": 3,
+}
+TEXT = {
+    "steps": 3,
+    "batch_size": 8,
+    "minibatches": 3,
+    "group_size": 2,
+    "epochs": 2,
+    "max_new_tokens": 6,
+    "temperature": 0.8,
+    "gamma": 0.9,
+    "lam": 0.8,
+    "whiten": False,
+    "kl_coef": 0.3,
+    "length_penalty": 0.05,
+    "missing_eos_penalty": 0.5,
+    "clip_eps": 0.02,
+    "value_clip": 0.03,
+    "vf_coef": 0.2,
+    "entropy_coef": 0.02,
+    "kl_loss_coef": 0.5,
+    "max_grad_norm": 0.3,
+    "lr": 0.02,
+    "warmup": 2,
+    "head_lr": 5.0,
+    "adam_eps": 0.01,
+    "kl_target": 0.01,
+    "kl_horizon": 20.0,
+    "ref_update_every": 2,
+    "seed": 10,
+}
+SHAPE = "--layers 2 --heads 2 --channels 16 --context 48 --vocab_size 300".split()
+CRITIC = {"separate_critic": True, "critic_lr": 0.05}
+
+
+def flags_of(values):
+    flags = []
+    for name, x in values.items():
+        flags += [f"--{name}", x] if x not in (True, False) or type(x) is int else []
+        flags += [f"--{name}"] if x is True else [f"--no_{name}"] if x is False else []
+    return flags
+
+
+def plain_adamw(groups, eps=1e-8):
+    groups = [{"params": p, "peak": lr, "weight_decay": decay} for p, lr, decay in groups if p]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=eps)
+
+
+def plain_step(optimizer, loss, share, most):
+    """One step down -> the norm of the gradient."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    norm = sum((g**2).sum() for g in gradients if g is not None).sqrt().item()
+    for parameter, gradient in zip(parameters, gradients):
+        parameter.grad = None if gradient is None else gradient * min(1.0, most / norm)
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak"] * share
+    optimizer.step()
+    return norm
+
+
+def plain_share(step, steps, warmup):
+    return min((step + 1) / (warmup + 1), (steps - step) / max(1, steps - warmup))
+
+
+def plain_sft_loss(model, rows):
+    nats = []
+    for prompt, completion in rows:
+        logits = model(torch.tensor([prompt + completion]))[0][0].log_softmax(-1)
+        nats += [-logits[len(prompt) - 1 + i, token] for i, token in enumerate(completion)]
+    return torch.stack(nats).mean(), {}
+
+
+def plain_rm_loss(model, rows):
+    def score(ids):
+        return model(torch.tensor([ids]), torch.tensor([len(ids)]))[0]
+
+    margins = torch.stack([score(prompt + a) - score(prompt + b) for prompt, a, b in rows])
+    loss = (1 + (-margins).exp()).log().mean()
+    return loss, {"accuracy": (margins > 0).float().mean().item(), "margin": margins.mean().item()}
+
+
+def plain_fit(kind, folder, values):
+    """The lines of the log of stage 1 or 2, then the weights."""
+    import minippo
+    from plumbing import fast
+    from plumbing.checkpoints import load_checkpoint
+    from plumbing.rows import read_ids
+    from plumbing.training import batch_of
+
+    fast.uninstall()
+    tokenizer = load_checkpoint(folder / "sft.pt", ["sft"])[1]
+    loss_of = {"sft": plain_sft_loss, "rm": plain_rm_loss}[kind]
+    torch.manual_seed(values["seed"])
+    if kind == "sft":
+        model = minippo.GPT(minippo.GPTConfig(tokenizer.vocab_size, 48, 2, 2, 16))
+    else:
+        model = minippo.RewardModel(load_checkpoint(folder / "sft.pt", ["sft"])[0])
+    rows, val = (
+        read_ids(folder / "data", {"sft": "sft", "rm": "pref"}[kind], split, tokenizer, 48)
+        for split in ("train", "val")
+    )
+    heavy, light = ([p for p in model.parameters() if (p.dim() > 1) == x] for x in (True, False))
+    optimizer = plain_adamw(
+        [(heavy, values["lr"], values["weight_decay"]), (light, values["lr"], 0)]
+    )
+    steps = math.ceil(values["epochs"] * len(rows) / values["batch_size"])
+    for step in range(steps):
+        share = plain_share(step, steps, values["warmup"])
+        loss, stats = loss_of(model, batch_of(rows, step, values["batch_size"], values["seed"]))
+        norm = plain_step(optimizer, loss, share, values["max_grad_norm"])
+        row = {"loss": loss.item(), "grad_norm": norm, "lr": share * values["lr"], **stats}
+        if step + 1 == steps:
+            with torch.no_grad():
+                loss, stats = loss_of(model, val)
+            row |= {"val_loss": loss.item()}
+            row |= {f"val_{name}": stats[name] for name in stats if name == "accuracy"}
+        yield row
+    yield model.state_dict()
+
+
+def plain_ppo(folder, batches, values):
+    """The same for stage 3; batches: (tokens, mask, random state before the update) as sampled."""
+    import minippo
+    from plumbing import fast
+    from plumbing.checkpoints import load_checkpoint
+    from plumbing.training import add_critic
+
+    fast.uninstall()
+    policy, reward_model = (load_checkpoint(folder / f"{x}.pt", [x])[0] for x in ("sft", "rm"))
+    ref, lr = minippo.frozen_copy(policy), values["lr"]
+    names = minippo.PPOConfig.__dataclass_fields__
+    config = minippo.PPOConfig(**{name: x for name, x in values.items() if name in names})
+    beta = config.kl_coef
+    value_lr = values["head_lr"] * lr
+    if values.get("separate_critic"):
+        add_critic(policy, reward_model)
+        value_lr = values["critic_lr"]
+    parameters = dict(policy.named_parameters())
+    fast_ones = {x for x in parameters if x.startswith(("value_head.", "critic."))}
+    slow = [p for x, p in parameters.items() if x not in fast_ones]
+    groups = [(slow, lr, 0.0), ([parameters[x] for x in fast_ones], value_lr, 0.0)]
+    optimizer = plain_adamw(groups, values["adam_eps"])
+
+    def score(tokens, mask):
+        return reward_model(tokens, minippo.row_lengths(mask))
+
+    for step, (tokens, mask, random_state) in enumerate(batches):
+        batch = {"tokens": tokens, "mask": mask}
+        with torch.no_grad():
+            for model, kind in ((policy, "old"), (ref, "ref")):
+                x = minippo.evaluate_actions(model, tokens, mask, config.temperature)
+                batch |= {f"{kind}_logprobs": x[0], f"{kind}_values": x[1]}
+        eos = policy.config.eos
+        batch["scores"], batch["ended"] = minippo.score_responses(score, tokens, mask, config, eos)
+        batch |= minippo.credit(batch, config, beta)
+        torch.set_rng_state(random_state)
+        share, stats = plain_share(step, values["steps"], values["warmup"]), []
+        for _ in range(config.epochs):
+            for rows in torch.randperm(len(tokens)).tensor_split(config.minibatches):
+                part = {name: x[rows] for name, x in batch.items()}
+                loss, more = minippo.ppo_loss(policy, part, config)
+                norm = plain_step(optimizer, loss, share, config.max_grad_norm)
+                stats.append(more | {"loss": loss.item(), "grad_norm": norm})
+        row = {name: sum(x[name] for x in stats) / len(stats) for name in stats[0]}
+        row["ratio_max"] = max(x["ratio_max"] for x in stats)
+        row |= minippo.describe(batch, beta) | {"lr": share * lr}
+        names = batch.keys() - {"tokens", "ref_values"}
+        yield row | {f"sum of {name}": batch[name].sum().item() for name in names}
+        error = min(max(row["kl"] / values["kl_target"] - 1, -0.2), 0.2)
+        beta *= 1 + error * min(1, len(tokens) / values["kl_horizon"])
+        if values["ref_update_every"] and (step + 1) % values["ref_update_every"] == 0:
+            ref.load_state_dict(policy.state_dict(), strict=False)
+    yield policy.state_dict()
+
+
+def run_and_watch(folder, values, *flags, **more):
+    """train_ppo.py -> what plain_ppo() needs, the log with what update() was given, the text."""
+    import minippo
+
+    batches, seen, update = [], [], minippo.ppo_update
+
+    def watched(policy, optimizer, batch, *rest):
+        batches.append((batch["tokens"], batch["mask"], torch.get_rng_state()))
+        names = batch.keys() - {"tokens"}
+        seen.append({f"sum of {name}": batch[name].sum().item() for name in names})
+        return update(policy, optimizer, batch, *rest)
+
+    minippo.ppo_update = watched
+    try:
+        given = [*CPU, "--no_report", "--data", folder / "data", "--out", folder, *flags_of(values)]
+        status, printed, error = run("train_ppo.py", *given, *flags, **more)
+    finally:
+        minippo.ppo_update = update
+    assert (status, error) == (0, ""), error
+    return batches, [a | b for a, b in zip(metrics(folder / "ppo.jsonl"), seen)], printed
+
+
+def agree(folder, kind, made, log=None):
+    """Do lines and weights hold the same numbers, wherever both have one? (A bias of the keys
+    changes no attention, so its gradient is mere rounding, which Adam enlarges.)"""
+    log = log or metrics(folder / f"{kind}.jsonl")
+    for row, plain in zip_longest([*log, saved_weights(folder / f"{kind}.pt")], made, fillvalue={}):
+        names = [name for name in plain if name in row and "qkv.bias" not in name]
+        if not names or not all(close(row[name], plain[name]) for name in names):
+            return False
+    return True
+
+
+def close(a, b):
+    a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
+    return torch.allclose(a, b, rtol=2e-3, atol=1e-3)
+
+
+def saved_weights(path):
+    return {x: w for x, w in torch.load(path)["model"].items() if x not in ("mean", "std")}
+
+
+def run_fits(folder, **more):
+    """Stages 1 and 2 with the flags of FIT -> what they printed."""
+    for kind, own in (("sft", SHAPE), ("rm", ["--answers", 32, "--max_new_tokens", 6])):
+        given = [*CPU, "--data", folder / "data", "--out", folder, *flags_of(FIT), *own]
+        status, printed, error = run(f"train_{kind}.py", *given, **more)
+        assert (status, error) == (0, "")
+        yield printed
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """The default data, cut down to 100 rows a file and 4 validation prompts."""
-    folder = tmp_path_factory.mktemp("data") / "zoo"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zoo, "ROWS", dict.fromkeys(zoo.ROWS, 100))
-        patch.setattr(zoo, "FACTS", zoo.FACTS[:20])
-        patch.setattr(zoo, "HELD_OUT", 10)
-        zoo.write_data(folder, seed=0)
-    prompts = folder / "prompts_val.jsonl"
-    prompts.write_bytes(b"".join(prompts.read_bytes().splitlines(True)[:4]))
+def fitted(tmp_path_factory):
+    """-> a folder with data, and what stages 1 and 2 made of it."""
+    folder = tmp_path_factory.mktemp("fitted")
+    write_data(folder / "data")
+    list(run_fits(folder))
     return folder
 
 
 @pytest.fixture(scope="module")
-def chain(data, tmp_path_factory):
-    """-> the folder that the three scripts wrote, one after the other; what they printed is in SCRIPT.txt."""
-    out = tmp_path_factory.mktemp("out")
-    for script, flags in FLAGS.items():
-        done = shell(script, "--data", data, "--out", out, *flags)
-        assert done.returncode == 0 and done.stderr == "", done.stderr
-        (out / f"{script}.txt").write_text(done.stdout, encoding="utf-8")
-    return out
+def begun(tmp_path_factory):
+    """-> a folder with data and models for stage 3."""
+    folder = tmp_path_factory.mktemp("begun")
+    write_data(folder / "data")
+    return write_models(folder)
+
+
+@pytest.fixture(scope="module")
+def watched(begun):
+    return run_and_watch(begun, TEXT)
+
+
+def test_sft_and_reward_model_are_trained_as_the_plain_code_says(fitted):
+    for kind in ("sft", "rm"):
+        made, log = list(plain_fit(kind, fitted, FIT)), metrics(fitted / f"{kind}.jsonl")
+        assert [row["step"] for row in log] == [1, 2, 3]
+        assert all(row.keys() <= logged.keys() for row, logged in zip(made, log))
+        assert agree(fitted, kind, made)
+
+
+@pytest.mark.parametrize("name", FIT)
+def test_each_flag_of_a_fit_acts(fitted, name):
+    """With another value the plain code would not arrive there."""
+    other = {"epochs": 2, "batch_size": 16, "max_grad_norm": math.inf, "seed": 0}
+    other = other.get(name, getattr(training.FitConfig(), name, 0))
+    for kind in ("sft", "rm"):
+        assert not agree(fitted, kind, plain_fit(kind, fitted, FIT | {name: other}))
+
+
+def test_ppo_trains_as_the_plain_code_says(begun, watched):
+    batches, log, _ = watched
+    made = list(plain_ppo(begun, batches, TEXT))
+    assert made[0].keys() == log[0].keys() - {"step", "passes"}
+    assert agree(begun, "ppo", made, log)
+    assert abs(log[0]["kl"]) < 1e-4 < abs(log[1]["kl"]) and 0 < log[0]["eos_rate"] < 1
+    assert log[0]["clip_frac"] > 0 and len(log[0]["passes"]) == 2
+
+
+def test_ppo_asks_each_prompt_group_size_times_in_the_order_of_the_seed(begun, watched):
+    tokenizer = load_checkpoint(begun / "sft.pt", ["sft"])[1]
+    prompts = read_prompts(begun / "data", "train", tokenizer, 48)
+    for step, (tokens, mask, _) in enumerate(watched[0]):
+        asked = [row[: int(m.int().argmax()) + 1].tolist() for row, m in zip(tokens, mask)]
+        expected = training.batch_of(prompts, step, 4, TEXT["seed"])
+        assert asked == [prompt for prompt in expected for _ in range(2)]
+        assert mask.sum(1).max() == TEXT["max_new_tokens"]
+
+
+ELSEWHERE = ("steps", "batch_size", "max_new_tokens", "group_size", "seed")  # see above
+
+
+@pytest.mark.parametrize("name", [x for x in TEXT if x not in ELSEWHERE])
+def test_each_flag_of_ppo_acts(begun, watched, name):
+    default = (vars(train_ppo.StageConfig()) | vars(PPOConfig()))[name]
+    batches, log, _ = watched
+    assert not agree(begun, "ppo", plain_ppo(begun, batches, TEXT | {name: default}), log)
+
+
+def test_a_separate_critic_starts_as_the_reward_model_and_has_a_learning_rate(begun, tmp_path):
+    write_data(tmp_path / "data")
+    batches, log, _ = run_and_watch(tmp_path, TEXT | CRITIC, "--models", begun)
+    assert agree(tmp_path, "ppo", plain_ppo(begun, batches, TEXT | CRITIC), log)
+    for other in ({"critic_lr": 0.02}, {"separate_critic": False}):
+        assert not agree(tmp_path, "ppo", plain_ppo(begun, batches, TEXT | CRITIC | other), log)
+
+
+# --------------------------------------------------------------------------------------------------
+# What you read is what runs: a line of minippo.py is changed, and every script computes with it.
+
+EDITS = {
+    "block": ("return x + self.dropout(self.mlp(", "return 1.2 * x + self.dropout(self.mlp("),
+    "relu": ('nn.GELU("tanh")', "nn.ReLU()"),
+    "attend": ("scaled_dot_product_attention(q, k,", "scaled_dot_product_attention(3 * q, k,"),
+    "sampling": ("limits = (prompt_lengths + max_new_tokens)", "limits = (prompt_lengths + 4)"),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_a_changed_line_changes_what_all_scripts_do(fitted, begun, watched, tmp_path, name):
+    plain, sampling = name in ("attend", "sampling"), name == "sampling"
+    with edited(tmp_path, ("minippo.py", *EDITS[name])):
+        write_data(tmp_path / "data")
+        said = list(run_fits(tmp_path, root=tmp_path))
+        for kind in ("sft", "rm"):
+            assert agree(tmp_path, kind, plain_fit(kind, tmp_path, FIT))
+            before, after = (metrics(x / f"{kind}.jsonl")[0]["loss"] for x in (fitted, tmp_path))
+            assert sampling == (after == pytest.approx(before, rel=1e-4))
+        for file in ("sft.pt", "rm.pt"):
+            shutil.copy(begun / file, tmp_path)
+        batches, log, text = run_and_watch(tmp_path, TEXT, root=tmp_path)
+        assert agree(tmp_path, "ppo", plain_ppo(tmp_path, batches, TEXT), log)
+        before = watched[1][0]
+        assert log[0]["entropy"] != pytest.approx(before["entropy"], rel=1e-4)
+        assert (max(row["response_length"] for row in log) <= 4) == sampling
+        assert [("so the plain code runs" in x) for x in (*said, text)] == [plain] * 3
+        greedy_samples_are_those_of_the_plain_code(tmp_path)
+
+
+def greedy_samples_are_those_of_the_plain_code(folder):
+    """As sample.py asks for them."""
+    import minippo
+    from plumbing import fast
+    from plumbing.checkpoints import load_checkpoint
+
+    def likeliest(logits):
+        return logits.argmax(-1)
+
+    arguments = load_checkpoint(folder / "ppo.pt", ["ppo"])[0], [[65, 66], [67]], 6, 1.0, likeliest
+    fast.install()
+    tokens, mask, logprobs, _ = fast.generate(*arguments)
+    fast.uninstall()
+    expected = minippo.generate(*arguments)
+    assert torch.equal(tokens, expected[0]) and torch.equal(mask, expected[1])
+    assert torch.allclose(logprobs, expected[2], atol=1e-4)
+
+
+# --------------------------------------------------------------------------------------------------
+# Interruptions: Ctrl-C, SIGTERM or a kill in any step, then --resume, and all files are those of a
+# run that was left alone. Stages 1 and 2 end by themselves here, earlier than --max_steps.
+
+LENGTHS = {"FIRST_CHECK": 2, "SHORTEST": 4, "LEAST_GAIN": 0.5}  # of a Schedule, else 50, 200, ...
+ADAPTS = "--kl_horizon 100 --kl_target 1 --ref_update_every 2 --report_prompts 3 --seed 4"
+STAGES = {
+    "sft": "--dropout 0.3 --max_steps 20",
+    "rm": "--max_steps 20 --answers 16",
+    "ppo": f"--steps 6 {ADAPTS}",
+    "ppo with a critic": f"--steps 5 --separate_critic {ADAPTS}",
+}
+
+
+def kind_of(name):
+    return name.split()[0]
 
 
 @pytest.fixture
-def copy(chain, tmp_path):
-    """A copy of that folder, to be spoilt."""
-    return shutil.copytree(chain, tmp_path / "copy")
+def short(monkeypatch):
+    for name, x in LENGTHS.items():
+        monkeypatch.setattr(state.Schedule, name, x)
+    monkeypatch.setattr(plumbing.report, "OPTIMUM_SAMPLES", 64)
 
 
-# What is inside the scripts
+def go(name, begun, out, *flags):
+    """Run a stage with the models of `begun` in the folder `out`."""
+    kind = kind_of(name)
+    more = [*SHAPE, *"--batch_size 8".split()] if kind == "sft" else ["--batch_size", 8]
+    more += ["--minibatches", 2, "--max_new_tokens", 6] if kind == "ppo" else []
+    given = [*CPU, "--data", begun / "data", "--out", out, "--save_every", 2]
+    return run(f"train_{kind}.py", *given, *more, *STAGES[name].split(), *flags)
 
 
-def small_gpt():
-    torch.manual_seed(0)
-    return minippo.GPT(minippo.GPTConfig(300, 32, 1, heads=2, channels=16)).eval()
+def new_folder(begun, folder):
+    folder.mkdir()
+    for file in ("sft.pt", "rm.pt"):
+        shutil.copy(begun / file, folder)
+    return folder
 
 
-def test_the_validation_of_sft_counts_the_completion_with_its_end_token_and_nothing_else():
-    model, rows = small_gpt(), [([1, 2], [3, 4, 299]), ([5], [299]), ([6, 7, 8], [1, 2])]
-    nats = []
+def results(folder, kind):
+    """What must not depend on interruptions."""
+    report = json.loads((folder / "report.json").read_text()) if kind == "ppo" else {}
+    report.pop("seconds", None)
+    contents = torch.load(folder / f"{kind}.pt")
+    weights = {name: x.tolist() for name, x in contents.pop("model").items()}
+    return metrics(folder / f"{kind}.jsonl"), weights, contents, report
+
+
+class Killed(BaseException):
+    """As kill -9 would, it leaves everything as it is at that moment."""
+
+
+def stop_in(monkeypatch, call, error):
+    """Something happens in that call of gradient_step, counted from 1."""
+    calls, step = [], minippo.gradient_step
+
+    def stopping(*args):
+        calls.append(1)
+        if len(calls) == call:
+            error()
+        return step(*args)
+
+    monkeypatch.setattr(minippo, "gradient_step", stopping)
+
+
+def kill():
+    raise Killed
+
+
+STOPS = {
+    "Ctrl-C": partial(signal.raise_signal, signal.SIGINT),
+    "SIGTERM": partial(signal.raise_signal, signal.SIGTERM),
+    "kill": kill,
+}
+
+
+@pytest.fixture(scope="module")
+def whole(begun, tmp_path_factory):
+    """-> {stage: its results without any interruption}."""
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        short.__wrapped__(patch)
+        for name in STAGES:
+            folder = new_folder(begun, tmp_path_factory.mktemp("whole") / "out")
+            status, printed, error = go(name, begun, folder)
+            assert (status, error) == (0, "")
+            assert ("stopped falling at step" in printed) == (kind_of(name) != "ppo")
+            found[name] = results(folder, kind_of(name))
+    return found
+
+
+@pytest.mark.parametrize("name, how", list(product(STAGES, STOPS))[::2] + [("rm", "kill")])
+def test_a_run_stopped_in_any_step_ends_as_if_it_had_not_been(
+    begun, whole, short, tmp_path, monkeypatch, name, how
+):
+    kind, folder = kind_of(name), new_folder(begun, tmp_path / "out")
+    calls = 2 if kind == "ppo" else 1  # gradient steps in a step
+    call = random.Random(f"{name} {how}").randint(1, calls * len(whole[name][0]))
+    with monkeypatch.context() as patch:
+        stop_in(patch, call, STOPS[how])
+        if how == "kill":
+            with pytest.raises(Killed):
+                go(name, begun, folder)
+        else:
+            status, printed, error = go(name, begun, folder)
+            step = (call - 1) // calls + 1
+            assert status == 130 and "stopping after this step" in printed
+            assert (
+                error
+                == f"train_{kind}.py: stopped; step {step} is saved, --resume goes on from there\n"
+            )
+            assert len(metrics(folder / f"{kind}.jsonl")) == step
+    status, printed, error = go(name, begun, folder, "--resume")
+    assert (status, error) == (0, "") and results(folder, kind) == whole[name]
+    assert ("is not there, so this run starts at the beginning" in printed) == (
+        how == "kill" and call <= 2 * calls
+    )
+
+
+def test_a_run_killed_in_its_report_makes_that_alone(begun, whole, short, tmp_path, monkeypatch):
+    folder = new_folder(begun, tmp_path / "out")
+    with monkeypatch.context() as patch:
+        patch.setattr(plumbing.report, "make_report", lambda *_: kill())
+        with pytest.raises(Killed):
+            go("ppo", begun, folder)
+    stop_in(monkeypatch, 1, kill)  # there is no further step
+    assert go("ppo", begun, folder, "--resume")[0] == 0
+    assert results(folder, "ppo") == whole["ppo"]
+
+
+def test_a_finished_stage_is_not_trained_again_by_resume(begun, short, tmp_path, monkeypatch):
+    folder = new_folder(begun, tmp_path / "out")
+    assert go("rm", begun, folder)[0] == 0
+    before = (folder / "rm.pt").read_bytes()
+    stop_in(monkeypatch, 1, kill)
+    status, printed, _ = go("rm", begun, folder, "--resume")
+    assert status == 0 and "rm.pt is finished; --overwrite makes it again" in printed
+    assert (folder / "rm.pt").read_bytes() == before
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="Windows has no such signal")
+def test_a_process_that_is_killed_unlocks_its_folder_and_can_be_resumed(begun, tmp_path):
+    folder = new_folder(begun, tmp_path / "out")
+    flags = ["--data", begun / "data", "--out", folder, *CPU, "--batch_size", 8, "--save_every", 3]
+    flags += ["--epochs", 10, "--answers", 16]
+    with start("train_rm.py", *flags) as process:
+        wait_for(folder / "rm.jsonl", 5)
+        status, _, error = run("train_rm.py", *flags)
+        assert status == 2 and "another run is writing there" in error
+        process.kill()
+        assert process.wait(60) == -signal.SIGKILL
+    assert run("train_rm.py", *flags, "--resume")[0] == 0
+    assert run("train_rm.py", *flags, "--out", new_folder(begun, tmp_path / "whole"))[0] == 0
+    assert results(folder, "rm") == results(tmp_path / "whole", "rm")
+
+
+# --------------------------------------------------------------------------------------------------
+# Less memory, another dtype: the same run, to rounding
+
+
+def numbers(rows):
+    return [{x: y for x, y in row.items() if isinstance(y, float)} for row in rows]
+
+
+@pytest.mark.parametrize(
+    "flags, tolerance",
+    [("--micro_batch 3", 2e-3), ("--grad_checkpoint", 1e-4), ("--dtype bfloat16", 0.1)],
+)
+def test_options_that_save_memory_change_rounding_alone(begun, tmp_path, flags, tolerance):
+    write_data(tmp_path / "data")
+    shutil.copy(begun / "sft.pt", tmp_path)
+    shutil.copy(begun / "rm.pt", tmp_path)
+    for kind in ("ppo", "rm", "sft"):
+        dropout = ["--dropout", 0] * (kind == "sft")
+        logs = []
+        for more in ([], flags.split()):
+            given = [tmp_path / "data", tmp_path, "--overwrite", *dropout, *more]
+            assert stage(kind, *given)[0] == 0
+            logs.append(numbers(metrics(tmp_path / f"{kind}.jsonl")))
+        one, other = (rows[:1] if kind == "ppo" else rows for rows in logs)
+        rounding = 0.0 if flags == "--grad_checkpoint" else 1e-12  # does it act?
+        for a, b in zip(one, other, strict=True):
+            assert a == pytest.approx(b, rel=tolerance, abs=tolerance)
+            assert (a["loss"], a["grad_norm"]) != (b["loss"], b["grad_norm"]) or not rounding
+    assert fast.OPTIONS["recompute"] == (flags == "--grad_checkpoint")
+    assert fast.OPTIONS["dtype"] == (torch.bfloat16 if "bfloat16" in flags else None)
+
+
+def test_no_more_rows_are_in_memory_than_the_flags_allow(begun, tmp_path, monkeypatch):
+    rows, read_states = [], fast.read_states
+
+    def watched(trunk, tokens, *rest):
+        rows.append(len(tokens))
+        return read_states(trunk, tokens, *rest)
+
+    monkeypatch.setattr(fast, "read_states", watched)
+    folder = new_folder(begun, tmp_path / "out")
+    write_data(tmp_path / "data")
+    for kind, most, flags in (
+        ("ppo", 4, "--micro_batch 2 --rollout_batch 4 --report_prompts 8"),
+        ("rm", 8, "--micro_batch 2"),  # pairs are two rows; answers are sampled four times as many
+        ("sft", 2, "--micro_batch 2"),
+    ):
+        given = ["--data", tmp_path / "data", "--out", folder]
+        own = [x for x in FLAGS[kind] if x != "--no_report"]
+        assert run(f"train_{kind}.py", *given, *own, *flags.split())[0] == 0
+        assert max(rows) == most
+        rows.clear()
+
+
+# --------------------------------------------------------------------------------------------------
+# Where a run of PPO starts, and what it is measured by
+
+
+def ppo(begun, out, *flags, **more):
+    return stage("ppo", begun / "data", out, "--models", begun, *flags, **more)
+
+
+def test_a_second_round_starts_from_a_policy_and_may_have_another_reference(begun, tmp_path):
+    assert ppo(begun, tmp_path, "--lr", 0.05)[0] == 0
+    last, policy = tmp_path / "ppo.pt", ["--policy", tmp_path / "ppo.pt"]
+    for name, flags, moved in (
+        ("from sft", ["--policy", begun / "sft.pt"], False),
+        ("to sft", policy, True),
+        ("to itself", [*policy, "--reference", last], False),
+        ("from sft to last", ["--reference", last], True),
+    ):
+        status, printed, _ = ppo(begun, tmp_path / name, *flags, "--lr", 0)
+        start = begun / "sft.pt" if name.startswith("from") else last
+        assert status == 0 and same_weights(tmp_path / name / "ppo.pt", start)
+        assert "the ratio is 1" in printed
+        assert "the KL to the reference is 0" not in printed
+        assert (metrics(tmp_path / name / "ppo.jsonl")[0]["kl_k3"] > 1e-4) == moved
+    assert ppo(begun, tmp_path / "again", *policy, "--separate_critic")[0] == 0
+    model = load_checkpoint(tmp_path / "again" / "ppo.pt", ["ppo"])[0]
+    assert model.critic is not None
+
+
+def test_a_function_of_texts_serves_as_reward(begun, tmp_path, monkeypatch):
+    (tmp_path / "taste.py").write_text(
+        "seen = []\n"
+        "def score(prompts, responses):\n"
+        "    seen.append((prompts, responses))\n"
+        "    return [float(len(x)) for x in responses]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    shutil.copy(begun / "sft.pt", tmp_path)  # and no rm.pt
+    flags = ["--reward", "taste:score", "--missing_eos_penalty", 0, "--report_prompts", 2]
+    given = ["--data", begun / "data", "--out", tmp_path, *PPO, *flags]
+    status, printed, _ = run("train_ppo.py", *given)
+    assert status == 0
+    import taste
+
+    first, (prompts, responses) = metrics(tmp_path / "ppo.jsonl")[0], taste.seen[1]
+    texts = [json.loads(x)["prompt"] for x in open(begun / "data" / "prompts_train.jsonl")]
+    assert set(prompts) <= set(texts) and len(prompts) == 8
+    assert first["score"] == pytest.approx(sum(map(len, responses)) / 8)
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (
+        report["rm"] == {}
+        and report["ppo"]["score"] > 1
+        and report["seconds"].keys() == {"ppo", "report"}
+    )
+
+
+def test_the_reference_of_the_report_does_not_move(begun, tmp_path):
+    reports = []
+    for more in ([], ["--ref_update_every", 1]):
+        given = ["--data", begun / "data", "--models", begun, "--out", tmp_path, *PPO, "--lr", 0.05]
+        assert run("train_ppo.py", *given, *more, "--report_prompts", 4)[0] == 0
+        reports.append(json.loads((tmp_path / "report.json").read_text()))
+    still, moves = reports
+    assert moves["sft"] == still["sft"] and abs(moves["ppo"]["kl"]) > 1e-3
+    assert abs(metrics(tmp_path / "ppo.jsonl")[-1]["kl_k3"]) < 1e-6  # to the one that moves
+
+
+def test_each_script_says_what_it_does_and_what_came_of_it(fitted, begun, tmp_path):
+    said = {}
+    for kind in ("sft", "rm"):
+        status, said[kind], _ = stage(kind, begun / "data", tmp_path)
+    own = ["--data", begun / "data", "--out", tmp_path, *PPO, "--report_prompts", 2]
+    status, said["ppo"], _ = run("train_ppo.py", *own)
+    lines = {kind: text.splitlines() for kind, text in said.items()}
+    assert re.fullmatch(r"training a GPT of 0\.01 M parameters on cpu: 32 rows", lines["sft"][3])
+    assert re.fullmatch(
+        r"saved \S+/sft.pt: validation loss [\d.]+ ± [\d.]+ nats/token", lines["sft"][-1]
+    )
+    assert lines["sft"][-2] == "all 2 steps of --epochs are done" == lines["rm"][-3]
+    assert "training a reward model on cpu: 32 pairs" in lines["rm"]
+    right = r"saved \S+/rm.pt: it gets [\d.]+ % ± [\d.]+ of the validation pairs right"
+    assert re.fullmatch(right, lines["rm"][-2])
+    assert "training on cpu: 32 prompts" in lines["ppo"]
+    assert re.fullmatch("seconds: sft 0, rm 0, ppo [0-9]+, report [0-9]+", lines["ppo"][-2])
+    assert lines["ppo"][-1] == f"open {tmp_path / 'report.html'} in a browser to see the run"
+    names = {path.name for path in tmp_path.iterdir() if path.name != ".lock"}
+    made = {f"{kind}{end}" for kind in said for end in (".pt", ".jsonl", "_state.pt")}
+    assert names - {"ppo_traces.jsonl"} == made | {"report.json", "report.html"}
+    common = {"step", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"}
+    for kind, more in {
+        "sft": {"val_loss"},
+        "rm": {"val_loss", "val_accuracy", "accuracy"},
+        "ppo": common,
+    }.items():
+        rows = [json.loads(x) for x in (tmp_path / f"{kind}.jsonl").read_text().splitlines()]
+        assert all(common <= row.keys() for row in rows) and more <= rows[-1].keys()
+
+
+# --------------------------------------------------------------------------------------------------
+# Validation, and the best model
+
+
+def random_rows(count, parts, longest=10):
+    rng = random.Random(0)
+
+    def ids():
+        return [rng.randrange(EOS) for _ in range(rng.randint(1, longest // parts))]
+
+    return [tuple(ids() for _ in range(parts)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("size", [0, 3])
+def test_the_validation_of_sft_is_over_all_tokens_with_its_error(size):
+    model, rows = tiny_gpt(), random_rows(12, 2)
+    facts = train_sft.validate(model, rows, "cpu", size)
     with torch.no_grad():
-        for prompt, completion in rows:
-            logprobs = model(torch.tensor([prompt + completion]))[0][0].log_softmax(-1)
-            nats.append(-sum(logprobs[len(prompt) - 1 + i, token].item() for i, token in enumerate(completion)))
-    facts = train_sft.validate(model, rows, "cpu", 0)
-    assert facts["val_loss"] == pytest.approx(sum(nats) / 6, rel=1e-5) and facts["val_tokens"] == 6
-    # The error of a ratio of two sums, by the delta method: of nats - loss x tokens, over rows.
-    rest = torch.tensor([x - facts["val_loss"] * n for x, n in zip(nats, (3, 1, 2), strict=True)])
-    assert facts["val_loss_se"] == pytest.approx(rest.std().item() * 3**0.5 / 6, rel=1e-4)
-    assert train_sft.validate(model, rows[:1], "cpu", 0)["val_loss_se"] == 0.0
-    assert train_sft.validate(model, rows, "cpu", 2) == pytest.approx(facts, rel=1e-5)  # in pieces: the same
+        nats = [plain_sft_loss(model, [row])[0].item() * len(row[1]) for row in rows]
+    counts = [len(completion) for _, completion in rows]
+    loss = sum(nats) / sum(counts)
+    assert facts["val_loss"] == pytest.approx(loss) and facts["val_tokens"] == sum(counts)
+    # By the delta method: the error of nats - loss x tokens, a sum over rows.
+    rest = torch.tensor([x - loss * n for x, n in zip(nats, counts)])
+    assert facts["val_loss_se"] == pytest.approx(
+        rest.std().item() * 12**0.5 / sum(counts), rel=1e-4
+    )
+    assert train_sft.validate(model, rows[:1], "cpu", size)["val_loss_se"] == 0.0
     assert model.training  # as the loop needs it
 
 
-def test_the_validation_of_the_reward_model_is_over_all_pairs():
-    model, draw = minippo.RewardModel(small_gpt()).eval(), random.Random(0)
-    rows = [tuple([draw.randrange(300) for _ in range(draw.randint(1, 10))] for _ in range(3)) for _ in range(150)]
+@pytest.mark.parametrize("size", [0, 7])
+def test_the_validation_of_the_reward_model_is_over_all_pairs(size):
+    model, rows = tiny_reward_model(), random_rows(40, 3)
+    facts = train_rm.validate(model, rows, "cpu", size)
     with torch.no_grad():
-        margins = []
-        for prompt, *answers in rows:
-            chosen, rejected = (model(torch.tensor([prompt + x]), torch.tensor([len(prompt + x)])) for x in answers)
-            margins.append((chosen - rejected).item())
-    facts, right = train_rm.validate(model, rows, "cpu", 64), sum((margin > 0) + (margin == 0) / 2 for margin in margins) / 150
-    assert facts["val_accuracy"] == pytest.approx(right) and 0 < right < 1
-    assert facts["val_accuracy_se"] == pytest.approx((right * (1 - right) / 150) ** 0.5)
-    assert facts["val_loss"] == pytest.approx(sum(math.log1p(math.exp(-margin)) for margin in margins) / 150, rel=1e-4)
+        loss, stats = plain_rm_loss(model, rows)
+    right = stats["accuracy"]
+    assert facts["val_loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert facts["val_accuracy"] == pytest.approx(right) and 0.2 < right < 0.8
+    assert facts["val_accuracy_se"] == pytest.approx((right * (1 - right) / 40) ** 0.5)
     assert model.training
 
 
-@pytest.mark.parametrize("count, expected", [(5, {0, 1, 2, 3, 4}), (4096, set(range(0, 4096, 2)))])
-def test_the_scale_of_the_scores_is_set_on_answers_to_prompts_spread_over_all(monkeypatch, count, expected):
-    asked, answers = [], []
+def test_dropout_is_off_in_validation():
+    model = tiny_gpt(dropout=0.9).train()
+    rows = random_rows(4, 2)
+    a, b = (train_sft.validate(model, rows, "cpu", 0)["val_loss"] for _ in range(2))
+    assert a == b
 
-    def watched(policy, rows, max_new_tokens):
-        asked.extend(row[0] for row in rows)
-        assert policy == "sft" and max_new_tokens == 7 and len(rows) <= 20
-        answers.append(torch.randint(300, (len(rows), 9)))
-        return answers[-1], torch.tensor([[False] * 4 + [True] * 3 + [False]] * len(rows))
+
+@pytest.mark.parametrize("count, asked", [(5, {0, 1, 2, 3, 4}), (50, set(range(0, 40, 2)))])
+def test_the_scores_of_answers_to_prompts_spread_over_all_get_mean_0_and_spread_1(
+    monkeypatch, count, asked
+):
+    seen, answers = [], []
+
+    def watched(policy, prompts, max_new_tokens):
+        assert policy == "sft" and max_new_tokens == 7 and len(prompts) <= 12
+        seen.extend(prompt[0] for prompt in prompts)
+        answers.append(torch.randint(EOS, (len(prompts), 9)))
+        return answers[-1], marks(*["...xxx.."] * len(prompts))
 
     monkeypatch.setattr(train_rm, "generate", watched)
-    model = minippo.RewardModel(minippo.GPTConfig(300, 32, 1, heads=2, channels=16, dropout=0.5)).eval()
-    train_rm.normalise(model, "sft", [[i] for i in range(count)], train_rm.AnswerConfig(max_new_tokens=7), 5)
-    assert len(asked) == 2048 and set(asked) == expected
-    scores = torch.cat([model(tokens, torch.full((len(tokens),), 8)) for tokens in answers])  # read at the last token
+    model, answer = tiny_reward_model(), train_rm.AnswerConfig(answers=20, max_new_tokens=7)
+    train_rm.normalise(model, "sft", [[i] for i in range(count)], answer, 3)
+    assert len(seen) == 20 and set(seen) == asked
+    scores = torch.cat([model(tokens, torch.full((len(tokens),), 7)) for tokens in answers])
     assert abs(scores.mean()) < 1e-5 and scores.std().item() == pytest.approx(1, abs=1e-5)
 
 
-def test_ppo_trains_on_what_the_definitions_say(chain, data, tmp_path, monkeypatch):
-    update, batches = minippo.ppo_update, []
-
-    def watched(policy, optimizer, batch, *rest):
-        batches.append(batch | {"values now": minippo.evaluate_actions(policy, batch["tokens"], batch["mask"])[1].detach()})
-        return update(policy, optimizer, batch, *rest)
-
-    monkeypatch.setattr(minippo, "ppo_update", watched)
-    flags = ["--temperature", "0.7", "--gamma", "0.9", "--lam", "0.8", "--kl_coef", "0.3", "--lr", "0.01"]
-    flags += ["--missing_eos_penalty", "0.5", "--length_penalty", "0.1"]
-    assert run("train_ppo.py", "--data", data, "--out", tmp_path, *PPO, "--models", chain, *flags)[0] == 0
-    sft, tokenizer, _ = load_checkpoint(chain / "sft.pt", ("sft",))
-    scorer, _, _ = load_checkpoint(chain / "rm.pt", ("rm",))
-    config = PPOConfig(missing_eos_penalty=0.5, length_penalty=0.1)
-
-    def score(tokens, mask):
-        return scorer(tokens, minippo.row_lengths(mask))
-
-    for batch, logged in zip(batches, metrics(tmp_path / "ppo.jsonl"), strict=True):
-        tokens, mask = batch["tokens"], batch["mask"]
-        with torch.no_grad():
-            ref_logprobs, _, _ = minippo.evaluate_actions(sft, tokens, mask, 0.7)
-        scores, ended = minippo.score_responses(score, tokens, mask, config, tokenizer.eos)
-        rewards = minippo.kl_adjusted_rewards(scores, batch["logprobs"], ref_logprobs, mask, 0.3)
-        advantages, returns = minippo.gae(rewards, batch["values"], mask, 0.9, 0.8)
-        expected = {"ref_logprobs": ref_logprobs, "returns": returns, "advantages": minippo.whiten(advantages, mask)}
-        for name, tensor in (expected | {"values": batch["values now"]}).items():
-            torch.testing.assert_close(batch[name], tensor, rtol=1e-4, atol=1e-4)
-        k1, k3 = minippo.kl_per_response(batch["logprobs"], ref_logprobs, mask)
-        figures = {"score": scores, "kl": k1, "kl_k3": k3, "response_length": mask.sum(1).float(), "eos_rate": ended.float()}
-        assert {name: logged[name] for name in figures} == pytest.approx({n: x.mean().item() for n, x in figures.items()}, abs=1e-4)
-    assert_equal(batches[0]["logprobs"], batches[0]["ref_logprobs"], 1e-4)  # the first policy is the reference
-    assert (batches[1]["logprobs"] - batches[1]["ref_logprobs"]).abs().max() > 1e-3  # the second is not
+def test_scores_are_normalised_on_answers_as_long_as_asked_for(begun, tmp_path):
+    shutil.copy(begun / "sft.pt", tmp_path)
+    for length in (3, 6):
+        assert stage("rm", begun / "data", tmp_path, "--max_new_tokens", length)[0] == 0
+        model, tokenizer, facts = load_checkpoint(tmp_path / "rm.pt", ["rm"])
+        assert facts["max_new_tokens"] == length
+        policy = load_checkpoint(tmp_path / "sft.pt", ["sft"])[0]
+        prompts = read_prompts(begun / "data", "train", tokenizer, 48) * 8
+        tokens, mask, *_ = minippo.generate(policy, prompts, length)
+        scores = model(tokens, minippo.row_lengths(mask))
+        assert abs(scores.mean()) < 0.3 and 0.7 < scores.std() < 1.4
+    flags = ["--models", tmp_path, "--max_new_tokens", 6]
+    assert "train_rm.py" not in stage("ppo", begun / "data", tmp_path / "6", *flags)[1]
 
 
-# The three scripts in order
-
-
-def test_each_script_leaves_its_checkpoint_its_metrics_and_the_state_to_resume_from(chain):
-    names = {path.name for path in chain.iterdir() if path.suffix != ".txt" and path.name != ".lock"}
-    made = {f"{kind}{end}" for kind in ("sft", "rm", "ppo") for end in (".pt", ".jsonl", "_state.pt")}
-    assert names == made | {"report.json", "report.html", "ppo_traces.jsonl"}
-
-
-@pytest.mark.parametrize("kind, steps, names", [
-    ("sft", 7, set()),
-    ("rm", 7, {"accuracy"}),
-    ("ppo", 2, {"score", "kl", "kl_coef", "rlhf_reward", "entropy", "policy_loss", "value_loss", "approx_kl", "clip_frac",
-                "ratio_max", "explained_variance", "response_length", "eos_rate"}),
-])  # fmt: skip
-def test_each_step_is_one_line_of_metrics_and_all_of_them_are_finite(chain, kind, steps, names):
-    rows = [json.loads(line) for line in (chain / f"{kind}.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(1, steps + 1))
-    for row in rows:
-        assert row.keys() >= ALL_METRICS | names and all(math.isfinite(x) for x in row.values())
-
-
-def test_the_validation_figures_stand_in_the_log_at_the_last_step(chain):
-    assert metrics(chain / "sft.jsonl")[-1].keys() >= {"val_loss"}
-    assert metrics(chain / "rm.jsonl")[-1].keys() >= {"val_loss", "val_accuracy"}
-
-
-def test_training_lowers_the_loss(chain):
-    losses = [row["loss"] for row in metrics(chain / "sft.jsonl")]
-    assert losses[-1] < losses[0] - 0.05
-
-
-def test_ppo_starts_at_the_reference_and_its_reward_is_score_minus_beta_kl(chain):
-    first, second = metrics(chain / "ppo.jsonl")
-    assert abs(first["kl"]) < 1e-3 and abs(second["kl"]) > 1e-6
-    for row in (first, second):
-        assert row["rlhf_reward"] == pytest.approx(row["score"] - row["kl_coef"] * row["kl"], abs=1e-6)
-        assert 0 <= row["eos_rate"] <= 1 <= row["response_length"] <= 8 and row["kl_coef"] == 0.1
-
-
-def test_ppo_says_that_ratio_and_kl_were_checked_and_shows_samples(chain):
-    printed = (chain / "train_ppo.py.txt").read_text(encoding="utf-8")
-    assert "ratio is 1" in printed and "KL to the reference is 0" in printed
-    assert "optimality" in printed and "best of 16" in printed
-
-
-def test_the_report_holds_every_figure_and_its_standard_error(chain):
-    report = json.loads((chain / "report.json").read_text(), parse_constant=pytest.fail)
-    assert report.keys() >= {"sft", "rm", "ppo", "best_of_n", "best_judge", "beta", "seed", "seconds", "samples"}
-    assert report["sft"].keys() >= {"val_loss", "entropy_floor", "judge", "score", "eos_rate", "response_length"}
-    assert report["rm"].keys() >= {"val_accuracy", "label_ceiling", "val_loss", "label_loss_floor"}
-    assert report["ppo"].keys() >= {"judge", "score", "kl", "eos_rate", "response_length", "win_rate_vs_sft", "optimality"}
-    assert report["best_of_n"].keys() == {"4", "16", "64"} and report["seconds"].keys() == {"sft", "rm", "ppo", "report"}
-    for row in report["best_of_n"].values():
-        assert row.keys() >= {"judge", "score", "kl"}
-    for name in ("judge", "score", "kl", "eos_rate", "response_length", "win_rate_vs_sft", "optimality"):
-        assert f"{name}_se" in report["ppo"]
-    assert report["sft"]["kl"] == 0 and report["beta"] == 0.1 and report["seed"] == 0
-    assert len(report["samples"]) == 4 and all(sample.keys() >= {"prompt", "sft", "ppo"} for sample in report["samples"])
-
-
-def test_the_scores_of_the_reward_model_have_mean_0_and_standard_deviation_1_on_answers_of_the_sft_model(chain, data):
-    policy, tokenizer, _ = load_checkpoint(chain / "sft.pt", ("sft",))
-    scorer, _, _ = load_checkpoint(chain / "rm.pt", ("rm",))
-    torch.manual_seed(1)
-    prompts = [tokenizer.encode(prompt) for (prompt,) in load_jsonl(data / "prompts_train.jsonl", ["prompt"])] * 8
-    tokens, mask, *_ = minippo.generate(policy, prompts, 48)
-    scores = scorer(tokens, minippo.row_lengths(mask))
-    assert abs(scores.mean()) < 0.2 and 0.8 < scores.std() < 1.2
-
-
-def test_the_same_seed_gives_the_same_metrics_and_weights_and_own_data_a_report_without_a_judge(chain, data, tmp_path):
-    own, again = tmp_path / "own", tmp_path / "again"
-    shutil.copytree(data, own)
-    (own / "ceilings.json").unlink()  # what only the default data has
-    for script, flags in FLAGS.items():
-        assert run(script, "--data", own, "--out", again, *flags)[0] == 0
-    for kind in ("sft", "rm", "ppo"):
-        assert metrics(again / f"{kind}.jsonl") == metrics(chain / f"{kind}.jsonl")
-        assert same_weights(again / f"{kind}.pt", chain / f"{kind}.pt")
-    report = json.loads((again / "report.json").read_text(), parse_constant=pytest.fail)
-    assert "judge" not in report["sft"] | report["ppo"] | report["best_of_n"]["4"] and "best_judge" not in report
-    assert report["ppo"].keys() >= {"score", "kl", "eos_rate", "response_length", "optimality"}
-
-
-def test_the_seed_decides_the_initial_weights(chain, data, tmp_path):
-    for seed in (1, 2):
-        assert run("train_sft.py", "--data", data, "--out", tmp_path / str(seed), *SFT, "--lr", 0, "--seed", seed)[0] == 0
-    assert not same_weights(tmp_path / "1" / "sft.pt", tmp_path / "2" / "sft.pt")
-
-
-def test_one_response_per_iteration_is_enough(chain, data, tmp_path):
-    flags = [*CPU, "--steps", "2", "--batch_size", "1", "--minibatches", "1", "--max_new_tokens", "4", "--models", chain]
-    assert run("train_ppo.py", "--data", data, "--out", tmp_path, *flags)[0] == 0
-    metrics(tmp_path / "ppo.jsonl")
-
-
-def test_fewer_prompts_than_responses_per_iteration_are_enough(chain, data, tmp_path):
-    own = shutil.copytree(data, tmp_path / "own")
-    (own / "prompts_train.jsonl").write_text(json.dumps({"prompt": QUESTION}) + "\n")
-    assert run("train_ppo.py", "--data", own, "--out", tmp_path / "out", *PPO, "--models", chain)[0] == 0
-
-
-@pytest.mark.parametrize("flags", [
-    ["--separate_critic"], ["--kl_coef", "0"], ["--clip_eps", "inf", "--value_clip", "inf", "--max_grad_norm", "inf"],
-    ["--kl_horizon", "100", "--kl_target", "1"], ["--ref_update_every", "1"], ["--temperature", "0.7"], ["--micro_batch", "3"],
-    ["--dtype", "bfloat16"], ["--grad_checkpoint"], ["--rollout_batch", "3"], ["--report_prompts", "2"],
-], ids=" ".join)  # fmt: skip
-def test_every_option_of_ppo_runs(chain, data, tmp_path, flags):
-    assert run("train_ppo.py", "--data", data, "--out", tmp_path, *PPO, "--models", chain, *flags)[0] == 0
-    first, second = metrics(tmp_path / "ppo.jsonl")
-    if flags[0] == "--ref_update_every":
-        assert abs(second["kl"]) < 1e-3
-    elif flags[0] == "--kl_horizon":
-        assert second["kl_coef"] == pytest.approx(0.1 * (1 - 0.2 * 8 / 100))
-    elif flags[0] in ("--micro_batch", "--grad_checkpoint"):
-        expected = metrics(chain / "ppo.jsonl")[0]
-        assert first == pytest.approx(expected, rel=1e-3, abs=1e-5)
-    elif flags[0] == "--separate_critic":
-        assert load_checkpoint(tmp_path / "ppo.pt", ("ppo",))[0].critic is not None
-
-
-REWARDS = """
-seen = []
-def score(prompts, responses):
-    seen.append(list(zip(prompts, responses)))
-    return [float("bee" in response) for response in responses]
-few = lambda prompts, responses: [1.0]
-odd = lambda prompts, responses: [float("nan") for _ in prompts]
-words = lambda prompts, responses: ["good" for _ in prompts]
-"""
-
-
-@pytest.fixture
-def rewards(tmp_path, monkeypatch):
-    (tmp_path / "rewards.py").write_text(REWARDS)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield
-    sys.modules.pop("rewards", None)
-
-
-def test_any_function_of_prompts_and_responses_serves_as_reward(chain, data, tmp_path, rewards):
-    shutil.copy(chain / "sft.pt", tmp_path)  # and no rm.pt
-    assert run("train_ppo.py", "--data", data, "--out", tmp_path, *PPO, "--reward", "rewards:score")[0] == 0
-    seen = sys.modules["rewards"].seen
-    assert {prompt for batch in seen for prompt, _ in batch} <= set(zoo.PROMPTS) and len(seen[0]) == 8
-    expected = sum(float("bee" in response) for _, response in seen[0]) / 8
-    first = metrics(tmp_path / "ppo.jsonl")[0]
-    assert first["score"] == pytest.approx(expected - (1 - first["eos_rate"]))  # less the penalty for not ending
-    report = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
-    assert report["rm"] == {} and "judge" in report["ppo"]
-
-
-@pytest.mark.parametrize("reward, says", [
-    ("rewards", "module:function"), ("rewards:none", "module:function"), ("nothing:score", "nothing"), (":", "module:function"),
-    ("rewards:few", "8 finite numbers"), ("rewards:odd", "8 finite numbers"), ("rewards:words", "8 finite numbers"),
-])  # fmt: skip
-def test_a_reward_that_is_no_function_or_gives_no_numbers_is_refused(chain, data, tmp_path, rewards, reward, says):
-    flags = ["--data", data, "--out", tmp_path, "--models", chain, *PPO]
-    assert_refused("train_ppo.py", *flags, "--reward", reward, says=["--reward", says])
-
-
-def test_a_small_micro_batch_takes_the_same_steps_in_sft_and_reward_model_training(chain, data, tmp_path):
-    for name, more in (("whole", []), ("pieces", ["--micro_batch", "3"])):
-        assert run("train_sft.py", "--data", data, "--out", tmp_path / name, *SFT, "--dropout", "0", *more)[0] == 0
-        assert run("train_rm.py", "--data", data, "--out", tmp_path / name, *RM, *more)[0] == 0
-    for kind in ("sft", "rm"):
-        whole, pieces = (metrics(tmp_path / name / f"{kind}.jsonl") for name in ("whole", "pieces"))
-        for one, other in zip(whole, pieces, strict=True):
-            assert one == pytest.approx(other, rel=2e-3, abs=1e-3)
-
-
-def rows_at_once(monkeypatch):
-    """-> a list that gets the number of rows of every tensor of tokens that a trunk reads."""
-    rows, forward = [], fast.forward
-
-    def watched(trunk, tokens, *args, **more):
-        rows.append(len(tokens))
-        return forward(trunk, tokens, *args, **more)
-
-    monkeypatch.setattr(fast, "forward", watched)
-    return rows
-
-
-@pytest.mark.parametrize("script, most, flags", [
-    ("train_sft.py", 2, [*SFT, "--micro_batch", "2"]), ("train_rm.py", 8, [*RM, "--micro_batch", "2"]),
-    ("train_ppo.py", 4, [*PPO, "--micro_batch", "2", "--rollout_batch", "4"]),
-])  # fmt: skip
-def test_no_more_rows_are_in_memory_than_the_flags_allow_also_in_validation_and_report(
-    copy, data, tmp_path, monkeypatch, script, most, flags
+@pytest.mark.parametrize("kind", ["sft", "rm"])
+def test_the_model_of_the_lowest_validation_loss_is_saved(
+    begun, short, tmp_path, monkeypatch, kind
 ):
-    own = shutil.copytree(data, tmp_path / "own")
-    (own / "ceilings.json").unlink()  # with a judge, the report looks at the validation rows of stages 1 and 2 too
-    rows = rows_at_once(monkeypatch)
-    assert run(script, "--data", own, "--out", copy, *flags)[0] == 0
-    assert max(rows) == most
-
-
-def test_the_report_is_as_large_as_it_is_asked_to_be(chain, data, tmp_path):
-    own = shutil.copytree(data, tmp_path / "own")
-    prompts = [json.dumps({"prompt": prompt}) for prompt in list(zoo.PROMPTS)[:200]]
-    (own / "prompts_val.jsonl").write_text("\n".join(prompts))
-    asked = []
-
-    def watched(model, ref, score, prompts, n, *rest, **more):
-        asked.append((len(prompts), n))
-        return respond(model, ref, score, prompts, n, *rest, **more)
-
-    respond = report.respond
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "respond", watched)
-        patch.setattr(report, "MANY", 64)
-        for judge, flags, size in ((True, [], 200), (True, ["--report_prompts", "32"], 32), (False, [], 128)):
-            if not judge:
-                (own / "ceilings.json").unlink()
-            asked.clear()
-            assert run("train_ppo.py", "--data", own, "--out", tmp_path, *PPO, "--models", chain, *flags)[0] == 0
-            few = {200: 128, 32: 4, 128: 16}[size]
-            assert asked == [(size, 4), (few, 64), (size, 4), (few, 16)]
-
-
-def test_a_reference_that_moves_does_not_move_what_the_report_compares_with(chain, data, tmp_path):
-    flags = ["--data", data, *PPO, "--models", chain, "--lr", "0.01"]
-    for name, more in (("still", []), ("moves", ["--ref_update_every", "1"])):
-        assert run("train_ppo.py", "--out", tmp_path / name, *flags, *more)[0] == 0
-    still, moves = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("still", "moves"))
-    assert moves["sft"] == still["sft"] and abs(moves["ppo"]["kl"]) > 1e-3  # it is 0 to a reference that has moved along
-
-
-def test_a_second_round_starts_from_a_ppo_checkpoint_and_keeps_the_sft_model_as_reference(chain, data, tmp_path):
-    flags = ["--data", data, *PPO, "--models", chain, "--no_report", "--lr", "0"]
-    policy = ["--policy", chain / "ppo.pt"]
-    for name, more in (("again", policy), ("apart", [*policy, "--reference", chain / "ppo.pt"])):
-        status, printed, _ = run("train_ppo.py", "--out", tmp_path / name, *flags, *more)
-        assert status == 0 and "the ratio is 1" in printed and "KL to the reference is 0" not in printed
-        assert same_weights(tmp_path / name / "ppo.pt", chain / "ppo.pt")
-        kl = metrics(tmp_path / name / "ppo.jsonl")[0]["kl_k3"]
-        assert (kl > 1e-6) == (name == "again")
-    status, printed, _ = run("train_ppo.py", "--out", tmp_path / "from_sft", *flags, "--policy", chain / "sft.pt")
-    assert status == 0 and metrics(tmp_path / "from_sft" / "ppo.jsonl")[0]["kl_k3"] == pytest.approx(0, abs=1e-9)
-
-
-def test_the_separate_critic_has_a_learning_rate_of_its_own(chain, data, tmp_path):
-    flags = ["--data", data, *PPO, "--models", chain, "--no_report", "--separate_critic"]
-    for name, more in (("start", ["--lr", "0"]), ("critic", ["--lr", "0", "--critic_lr", "0.01"])):
-        assert run("train_ppo.py", "--out", tmp_path / name, *flags, *more)[0] == 0
-    start, moved = (torch.load(tmp_path / name / "ppo.pt")["model"] for name in ("start", "critic"))
-    changed = {name for name, weight in start.items() if not torch.equal(weight, moved[name])}
-    assert changed and all(name.startswith(("critic.", "value_head.")) for name in changed)
-
-
-def test_scores_are_normalised_on_answers_of_the_length_that_was_asked_for_and_ppo_says_when_it_differs(copy, data, tmp_path):
-    assert run("train_rm.py", "--data", data, "--out", copy, *RM, "--max_new_tokens", "5")[0] == 0
-    scorer, tokenizer, facts = load_checkpoint(copy / "rm.pt", ["rm"])
-    assert facts["max_new_tokens"] == 5
-    policy = load_checkpoint(copy / "sft.pt", ["sft"])[0]
-    prompts = [tokenizer.encode(prompt) for (prompt,) in load_jsonl(data / "prompts_train.jsonl", ["prompt"])] * 8
-    tokens, mask, *_ = minippo.generate(policy, prompts, 5)
-    scores = scorer(tokens, minippo.row_lengths(mask))
-    assert abs(scores.mean()) < 0.2 and 0.8 < scores.std() < 1.2
-    says = "answers of up to 5 tokens, and PPO writes up to 8; train_rm.py --max_new_tokens 8"
-    assert says in run("train_ppo.py", "--data", data, "--out", copy, *PPO, "--no_report")[1]
-    flags = [*PPO, "--no_report", "--max_new_tokens", "5"]
-    assert "answers of up to" not in run("train_ppo.py", "--data", data, "--out", copy, *flags)[1]
-
-
-def test_a_reward_model_no_better_than_chance_is_said_by_its_maker_and_by_ppo(copy, data):
-    assert "no better than chance" in run("train_rm.py", "--data", data, "--out", copy, *RM, "--lr", "0")[1]
-    for accuracy, error, warned in ((0.59, 0.05, True), (0.61, 0.05, False)):
-        model, tokenizer, facts = load_checkpoint(copy / "rm.pt", ["rm"])
-        save_checkpoint(copy / "rm.pt", "rm", model, tokenizer, **facts | {"val_accuracy": accuracy, "val_accuracy_se": error})
-        printed = run("train_ppo.py", "--data", data, "--out", copy, *PPO, "--no_report")[1]
-        assert ("no better than chance" in printed) == warned
-
-
-def test_prompts_that_leave_too_little_room_are_counted(chain, data, tmp_path):
-    own = shutil.copytree(data, tmp_path / "own")
-    tokenizer = load_checkpoint(chain / "sft.pt", ["sft"])[1]
-    texts = [" ".join(["bee"] * (i + 1)) for i in range(40)]
-    (own / "prompts_train.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
-    lengths = [len(tokenizer.encode(text)) for text in texts]
-    short = sum(32 - 8 < n < 32 for n in lengths)
-    assert short and 32 - 8 in lengths
-    printed = run("train_ppo.py", "--data", own, "--out", tmp_path / "out", *PPO, "--models", chain, "--no_report")[1]
-    assert f"warning: {short} of {sum(n < 32 for n in lengths)} prompts leave less than 8 tokens" in printed
-
-
-@pytest.mark.parametrize("scale, kl_coef, warned", [
-    (1.0, 0.1, False), (1000.0, 0.1, True), (0.001, 0.1, True), (1000.0, 0.0, False),
-])  # fmt: skip
-def test_scores_of_another_scale_than_beta_are_noticed(capsys, scale, kl_coef, warned):
-    policy = tiny_gpt()
-
-    def score(tokens, mask):
-        return scale * torch.linspace(-1, 1, len(mask))
-
-    config = PPOConfig(kl_coef=kl_coef, missing_eos_penalty=0.0)
-    watch.check_start(policy, minippo.frozen_copy(policy), score, [[1]] * 16, config, train_ppo.StageConfig(), "float32")
-    assert ("standard deviation of the first scores" in capsys.readouterr().out) == warned
-
-
-def test_a_reward_that_fails_in_the_middle_loses_no_iteration(chain, data, tmp_path, monkeypatch):
-    calls = []
-    (tmp_path / "moody.py").write_text("def score(prompts, responses):\n    return grade(prompts)\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    import moody
-
-    def grade(prompts):
-        calls.append(1)
-        if len(calls) == 4:  # one call before the first iteration; so this is the third
-            raise RuntimeError("the server is gone")
-        return [float(len(prompt)) for prompt in prompts]
-
-    moody.grade = grade
-    flags = ["--data", data, "--out", tmp_path / "out", *PPO, "--steps", "5", "--models", chain, "--no_report"]
-    flags += ["--reward", "moody:score"]
-    status, _, error = run("train_ppo.py", *flags)
-    assert status == 2 and "RuntimeError: the server is gone" in error and "step 2 is saved, --resume" in error
-    moody.grade = lambda prompts: [float(len(prompt)) for prompt in prompts]
-    assert run("train_ppo.py", *flags, "--resume")[0] == 0
-    assert run("train_ppo.py", *flags, "--out", tmp_path / "whole")[0] == 0
-    assert same_weights(tmp_path / "out" / "ppo.pt", tmp_path / "whole" / "ppo.pt")
-    sys.modules.pop("moody")
-
-
-@pytest.mark.parametrize("script, kind", [(train_sft, "sft"), (train_rm, "rm")])
-def test_the_model_of_the_lowest_validation_loss_is_the_one_that_is_saved(copy, data, monkeypatch, script, kind):
-    validate, losses, seen = script.validate, iter([3.0, 1.0, 2.0, 2.5]), []
+    """The fifth validation gets a worse loss than the third; the last line is about the whole."""
+    script, losses, seen = {"sft": train_sft, "rm": train_rm}[kind], iter([3, 2, 1, 2, 2, 2.5]), []
+    validate = script.validate
 
     def watched(model, rows, *rest):
-        facts = validate(model, rows, *rest)
         seen.append({name: x.clone() for name, x in model.state_dict().items()})
-        return facts | {"val_loss": next(losses)}  # at 50, 75 and 80 steps, and at the end for all rows
+        return validate(model, rows, *rest) | {"val_loss": float(next(losses))}
 
     monkeypatch.setattr(script, "validate", watched)
-    monkeypatch.setattr(settings, "lock", lambda folder: None)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    more = SMALL if kind == "sft" else [*CPU, "--batch_size", "16", "--answers", "32"]
-    monkeypatch.setattr(sys, "argv", ["x", "--data", str(data), "--out", str(copy), *more, "--max_steps", "80", "--lr", "0.01"])
+    folder = new_folder(begun, tmp_path / "out")
+    flags = [*SHAPE] if kind == "sft" else ["--answers", "16"]
+    more = ["--data", begun / "data", "--out", folder, *CPU, "--batch_size", 8, "--max_steps", 9]
+    monkeypatch.setattr("sys.argv", ["x", *map(str, [*more, *flags])])
+    monkeypatch.setattr(state.Schedule, "SHORTEST", 100)
     script.main()
-    saved = torch.load(copy / f"{kind}.pt")
-    assert len(seen) == 4 and saved["facts"]["val_loss"] == 2.5 and not (copy / f"{kind}_best.pt").exists()
-    for name, x in saved["model"].items():
-        if name not in ("mean", "std"):
-            assert torch.equal(x, seen[1][name]) and torch.equal(x, seen[3][name])
-    assert not torch.equal(seen[1]["trunk.norm.weight"], seen[2]["trunk.norm.weight"])
-
-
-# Samples of a finished model
-
-
-def test_the_sampler_prints_samples_to_prompts_on_the_command_line(chain):
-    done = shell("sample.py", chain / "ppo.pt", QUESTION, "Where do bees live?", "--max_new_tokens", 5, "--n", 2)
-    assert done.returncode == 0 and done.stderr == ""
-    assert done.stdout.startswith(QUESTION + "\n") and "\nWhere do bees live?\n" in done.stdout
-    assert run("sample.py", chain / "ppo.pt", QUESTION, "Where do bees live?", "--max_new_tokens", 5, "--n", 2)[1] == done.stdout
-
-
-def test_the_sampler_reads_prompts_from_the_standard_input_and_takes_an_sft_checkpoint_too(chain):
-    status, printed, error = run("sample.py", chain / "sft.pt", "--top_k", 1, stdin=f"{QUESTION}\nWhere do bees live?\n")
-    assert status == 0 and error == "" and printed.startswith(QUESTION + "\n") and "\nWhere do bees live?\n" in printed
-    assert run("sample.py", chain / "sft.pt", QUESTION, "Where do bees live?", "--top_k", 1, "--seed", 5)[1] == printed
-
-
-def test_a_sampler_without_a_standard_input_answers_the_prompts_of_the_command_line(chain):
-    done = subprocess.run(["sh", "-c", '"$@" <&-', "-", *command("sample.py", chain / "sft.pt", QUESTION)], cwd=ROOT,
-                          env=ONE_THREAD, capture_output=True, encoding="utf-8", timeout=120)  # fmt: skip
-    assert done.returncode == 0 and done.stdout.startswith(QUESTION) and done.stderr == ""
-
-
-@pytest.mark.parametrize("place, error, says", [
-    ("sampler", 0.1, "a ratio"), ("sampler", math.nan, "a ratio"), ("reference", 0.1, "nats"),
-])  # fmt: skip
-def test_a_sampler_or_a_reference_that_is_off_before_the_first_update_is_refused(monkeypatch, place, error, says):
-    policy, stage = tiny_gpt(), train_ppo.StageConfig()
-
-    def start(off, dtype="float32", stage=stage):
-        evaluate = watch.evaluate_actions
-
-        def sampler(*args):
-            tokens, mask, logprobs, values = minippo.generate(*args)
-            return tokens, mask, logprobs + off * (place == "sampler"), values
-
-        def scorer(model, *args, **kwargs):
-            logprobs, *rest = evaluate(model, *args, **kwargs)
-            return logprobs + off * (place == "reference" and model is ref), *rest
-
-        with monkeypatch.context() as patch:
-            patch.setattr(watch, "generate", sampler)
-            patch.setattr(watch, "evaluate_actions", scorer)
-            watch.check_start(policy, ref, score, [[1], [2, 3]] * 8, PPOConfig(), stage, dtype)
-
-    def score(tokens, mask):
-        return torch.randn(len(mask))
-
-    ref = minippo.frozen_copy(policy)
-    start(0.0)
-    with pytest.raises(UserError, match=says):
-        start(error)
-    if place == "sampler" and not math.isnan(error):
-        start(0.03, "bfloat16")  # coarser numbers, a coarser check
-        with pytest.raises(UserError, match=says):
-            start(error, "bfloat16")
-    if place == "reference":  # a policy that is not the reference may be apart from it
-        for given in ("policy", "reference"):
-            start(error, stage=train_ppo.StageConfig(**{given: "x.pt"}))
-
-
-def test_a_kl_below_0_by_more_than_chance_is_called_a_bug(capsys):
-    for rows, level, warned in ((32, -0.5, True), (32, 0.5, False), (4, -0.5, False), (32, -0.05, False)):
-        kl = level + torch.linspace(-1, 1, rows)[:, None] / 2
-        batch = {"mask": torch.ones(rows, 1, dtype=torch.bool), "logprobs": kl, "ref_logprobs": torch.zeros(rows, 1)}
-        watch.look(batch, None, show=False)
-        assert ("below 0" in capsys.readouterr().out) == warned
-
-
-@pytest.mark.parametrize("largest, warned", [(49.0, False), (51.0, True)])
-def test_responses_that_went_astray_are_named(largest, warned, capsys):
-    # The median is 3 nats, so that 20 + 10 x 3 nats are the limit.
-    tokens = torch.tensor([[*b"abcd"], [*b"abxy"], [*b"ef!?"]])
-    mask = torch.tensor([[False, True, True]] * 3)
-    logprobs = torch.tensor([[9.0, 1.0, 2.0], [9.0, 1.0, 1.0], [9.0, 1.0, largest - 1]])
-    batch = {"tokens": tokens, "mask": mask, "logprobs": logprobs, "ref_logprobs": torch.zeros(3, 3)}
-    watch.look(batch, Tokenizer.train([], 257), show=False)
-    said = "warning: 1 of 3 responses went astray. KL 51: '!?'\n"
-    assert capsys.readouterr().out == (said if warned else "")
-
-
-def test_two_responses_are_shown_with_their_score_and_their_kl(capsys):
-    tokenizer = Tokenizer.train([], 257)
-    tokens = torch.tensor([[*b"ab", *b"cd"], [*b"ab", *b"xy"], [*b"ef", *b"gh"], [*b"ef", *b"ij"]])
-    mask, logprobs = torch.tensor([[False, True, True]] * 4), torch.tensor([[0.0, -1.0, -2.0]] * 4)
-    batch = {"tokens": tokens, "mask": mask, "logprobs": logprobs, "ref_logprobs": 2 * logprobs}
-    watch.look(batch | {"scores": torch.tensor([1.0, 2.0, 3.5, 4.0])}, tokenizer, show=True)
-    assert capsys.readouterr().out == "    'abcd'  score 1.00  KL 3.00\n    'efgh'  score 3.50  KL 3.00\n"
-
-
-def test_top_k_samples_among_the_likeliest_tokens_only():
-    logits = torch.log(torch.tensor([[0.1, 0.2, 0.4, 0.3]] * 2000))
-    two = torch.bincount(sample.draw_top_k(logits, 2), minlength=4) / 2000
-    assert_equal(two.double(), torch.tensor([0, 0, 4 / 7, 3 / 7], dtype=torch.float64), 0.05)
-    assert set(sample.draw_top_k(logits, 1).tolist()) == {2}
-    assert set(sample.draw_top_k(logits, 99).tolist()) == {0, 1, 2, 3}
-
-
-def test_flags_may_stand_between_the_checkpoint_and_the_prompts(chain):
-    last, between = ([chain / "sft.pt", QUESTION, "--n", 2], [chain / "sft.pt", "--n", 2, QUESTION])
-    assert run("sample.py", *between) == run("sample.py", *last)
-
-
-@pytest.mark.parametrize("script, classes", [
-    ("train_sft.py", (settings.RunConfig, minippo.GPTConfig, training.FitConfig, train_sft.InitConfig)),
-    ("train_rm.py", (settings.RunConfig, training.FitConfig, train_rm.AnswerConfig)),
-    ("train_ppo.py", (settings.RunConfig, PPOConfig, train_ppo.StageConfig)),
-    ("sample.py", (sample.SampleConfig, tracing.TraceConfig)),
-])  # fmt: skip
-def test_help_explains_every_flag(script, classes):
-    status, printed, _ = run(script, "-h")
-    words = " ".join(printed.split())
-    assert status == 0
-    for owner in classes:
-        for name, text in settings.explanations(owner).items():
-            if (script, name) != ("train_sft.py", "separate_critic"):  # a matter of the third stage
-                assert f"--{name} " in words and " ".join(text.split()) in words
-
-
-# What a user can get wrong: one line, status 2, what to do
-
-
-def assert_refused(script, *args, says, **more):
-    status, _, error = run(script, *args, **more)
-    assert status == 2 and error.count("\n") == 1 and error.endswith("\n") and error.startswith(f"{script}: ")
-    assert "Traceback" not in error
-    for part in says:
-        assert str(part) in error
-
-
-def test_a_mistake_ends_a_script_with_status_2_and_one_line():
-    done = shell("train_ppo.py", "--learning_rate", "0.1")
-    assert done.returncode == 2 and done.stdout == "" and re.fullmatch(r"train_ppo\.py: .*--learning_rate.*-h.*\n", done.stderr)
-
-
-@pytest.mark.parametrize("script, args, says", [
-    ("train_sft.py", ["--learning_rate", "1"], ["--learning_rate", "-h"]),
-    ("train_sft.py", ["--epoch", "1"], ["--epoch", "-h"]),  # no guessing at abbreviations
-    ("train_sft.py", ["more"], ["more", "-h"]),
-    ("train_sft.py", ["--epochs"], ["--epochs", "-h"]),
-    ("train_sft.py", ["--epochs", "many"], ["--epochs", "many"]),
-    ("train_sft.py", ["--epochs", "1.5"], ["--epochs", "1.5"]),
-    ("train_sft.py", ["--epochs", "-1"], ["--epochs", "-1", "between 0 and"]),
-    ("train_sft.py", ["--lr", "-1"], ["--lr", "-1", "between 0 and"]),
-    ("train_sft.py", ["--lr", "nan"], ["--lr", "nan", "between 0 and"]),
-    ("train_sft.py", ["--vocab_size", "256"], ["--vocab_size", "between 257 and"]),
-    ("train_sft.py", ["--seed", "-1"], ["--seed", "between 0 and"]),
-    ("train_sft.py", ["--channels", "10", "--heads", "3"], ["channels", "10", "multiple", "heads"]),
-    ("train_sft.py", ["--device", "tpu"], ["tpu", "auto, cpu or cuda"]),
-    ("train_ppo.py", ["--temperature", "0"], ["--temperature", "between 0.01 and"]),
-    ("train_ppo.py", ["--gamma", "1.1"], ["--gamma", "between 0 and 1"]),
-    ("train_ppo.py", ["--batch_size", "2"], ["minibatches", "batch_size"]),
-    ("sample.py", [], ["CHECKPOINT"]),
-    ("sample.py", ["x.pt", "--top_k", "-1"], ["--top_k", "between 0 and"]),
-], ids=lambda x: " ".join(x) if isinstance(x, list) else None)  # fmt: skip
-def test_a_wrong_flag_is_refused(tmp_path, script, args, says):
-    assert_refused(script, *args, *(["--out", tmp_path] if script != "sample.py" else []), says=says)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_missing_gpu_is_named(tmp_path):
-    assert_refused("train_sft.py", "--device", "cuda", "--out", tmp_path, says=["--device cuda", "--device cpu"])
-
-
-@pytest.mark.parametrize("script, file", [
-    ("train_sft.py", "sft_train"), ("train_rm.py", "pref_train"), ("train_ppo.py", "prompts_train"),
-])  # fmt: skip
-def test_a_missing_data_folder_is_named(chain, tmp_path, script, file):
-    models = ["--models", chain, "--out", tmp_path] if script == "train_ppo.py" else ["--out", chain]
-    assert_refused(script, "--data", tmp_path / "none", *models, says=[tmp_path / "none" / f"{file}.jsonl", "cannot be read"])
-
-
-@pytest.mark.parametrize("script, present, missing, maker", [
-    ("train_rm.py", [], "sft.pt", "train_sft.py"), ("train_ppo.py", [], "sft.pt", "train_sft.py"),
-    ("train_ppo.py", ["sft.pt"], "rm.pt", "train_rm.py"),
-])  # fmt: skip
-def test_what_is_missing_is_named_together_with_the_script_that_makes_it(chain, data, tmp_path, script, present, missing, maker):
-    for name in present:
-        shutil.copy(chain / name, tmp_path)
-    assert_refused(script, "--data", data, "--out", tmp_path, says=[tmp_path / missing, "not found", maker])
-
-
-def test_the_sampler_names_the_script_that_makes_a_missing_checkpoint(tmp_path):
-    assert_refused("sample.py", tmp_path / "ppo.pt", QUESTION, says=["ppo.pt", "not found", "train_ppo.py"])
-
-
-@pytest.mark.parametrize("name", ["sft.pt", "rm.pt"])
-def test_a_damaged_checkpoint_is_refused(copy, data, name):
-    whole = (copy / name).read_bytes()
-    (copy / name).write_bytes(whole[: len(whole) // 2])
-    assert_refused("train_ppo.py", "--data", data, "--out", copy, says=[copy / name, "damaged"])
-
-
-@pytest.mark.parametrize("script, name, other, says", [
-    ("train_rm.py", "sft.pt", "rm.pt", ["'rm'", "train_sft.py"]), ("train_ppo.py", "rm.pt", "ppo.pt", ["'ppo'", "train_rm.py"]),
-])  # fmt: skip
-def test_a_checkpoint_of_the_wrong_kind_is_refused(copy, data, script, name, other, says):
-    shutil.copy(copy / other, copy / name)
-    assert_refused(script, "--data", data, "--out", copy, says=[copy / name, *says])
-
-
-def test_a_reward_model_of_another_vocabulary_is_refused(copy, data):
-    tokenizer = Tokenizer.train([], 257)
-    model = minippo.RewardModel(minippo.GPTConfig(257, 32, 1, heads=2, channels=16))
-    save_checkpoint(copy / "rm.pt", "rm", model, tokenizer)
-    assert_refused("train_ppo.py", "--data", data, "--out", copy, says=["rm.pt was not made from sft.pt", "train_rm.py"])
-
-
-def test_a_state_of_a_model_of_another_size_is_refused(copy, data):
-    flags = [flag if flag != "16" else "8" for flag in SMALL]
-    says = ["sft_state.pt", "channels = 16", "batch_size = 16", "--overwrite"]
-    assert_refused("train_sft.py", "--data", data, "--out", copy, *flags, "--resume", says=says)
-
-
-def test_resuming_from_a_model_that_was_trained_anew_is_refused(copy, data):
-    for kind, script, flags in (("rm", "train_ppo.py", PPO), ("sft", "train_rm.py", RM)):
-        model, tokenizer, facts = load_checkpoint(copy / f"{kind}.pt", [kind])
-        save_checkpoint(copy / f"{kind}.pt", kind, model, tokenizer, **facts | {"val_loss": 0.123})
-        says = [f"{kind}.pt has been made again", "--overwrite"]
-        assert_refused(script, "--data", data, "--out", copy, *flags, "--resume", says=says)
-        state = copy / f"{script[6:-3]}_state.pt"
-        torch.save({name: x for name, x in torch.load(state).items() if name != "made_from"}, state)  # as an older version saved it
-        assert_refused(script, "--data", data, "--out", copy, *flags, "--resume", says=["has been made again"])
-
-
-def test_resuming_what_was_never_saved_starts_at_the_beginning_and_says_so(chain, data, tmp_path):
-    status, printed, _ = run("train_ppo.py", "--data", data, "--out", tmp_path, *PPO, "--models", chain, "--resume")
-    assert status == 0 and f"{tmp_path / 'ppo_state.pt'} is not there" in printed
-    assert metrics(tmp_path / "ppo.jsonl") == metrics(chain / "ppo.jsonl")
-
-
-@pytest.mark.parametrize("script, file", [
-    ("train_sft.py", "sft_val"), ("train_rm.py", "pref_val"), ("train_ppo.py", "prompts_val"),
-])  # fmt: skip
-def test_a_bad_row_is_named_by_file_and_line(chain, data, tmp_path, script, file):
-    own = shutil.copytree(data, tmp_path / "own")
-    with open(own / f"{file}.jsonl", "ab") as rows:
-        rows.write(b'{"prompt": 7}\n')
-    number = len((own / f"{file}.jsonl").read_bytes().splitlines())
-    models = ["--out", tmp_path / "out", *SMALL] if script == "train_sft.py" else ["--out", chain]
-    assert_refused(script, "--data", own, *models, says=[own / f"{file}.jsonl", f"line {number}", "'prompt'", "7"])
-
-
-@pytest.mark.parametrize("script, file", [("train_sft.py", "sft_train"), ("train_ppo.py", "prompts_train")])
-def test_prompts_that_are_all_too_long_are_refused(chain, data, tmp_path, script, file):
-    own = shutil.copytree(data, tmp_path / "own")
-    row = {"prompt": "Why? " * 100, "completion": " Because."}
-    (own / f"{file}.jsonl").write_text(json.dumps(row) + "\n")
-    models = ["--out", tmp_path / "out", *SMALL] if script == "train_sft.py" else ["--out", tmp_path, "--models", chain]
-    assert_refused(script, "--data", own, *models, says=["32 tokens", "--context"])
-
-
-@pytest.mark.parametrize("prompt", ["", "Why? " * 100])
-def test_the_sampler_refuses_a_prompt_that_is_empty_or_too_long(chain, prompt):
-    assert_refused("sample.py", chain / "ppo.pt", prompt, says=["prompt", "1 to 31"])
-
-
-def test_an_output_folder_that_is_a_file_is_refused(data, tmp_path):
-    (tmp_path / "out").write_text("")
-    assert_refused("train_sft.py", "--data", data, "--out", tmp_path / "out", *SMALL, says=[tmp_path / "out"])
-
-
-# Ctrl-C
-
-
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no such signal")
-def test_ctrl_c_saves_the_state_and_resume_ends_with_the_weights_of_an_uninterrupted_run(data, tmp_path):
-    flags = ["--data", data, *SMALL, "--epochs", "20"]
-    process = subprocess.Popen(
-        command("train_sft.py", "--out", tmp_path / "stopped", *flags),
-        cwd=ROOT, env=ONE_THREAD, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8",
-    )  # fmt: skip
-    log, deadline = tmp_path / "stopped" / "sft.jsonl", time.monotonic() + 60
-    while not (log.exists() and log.read_bytes().count(b"\n") >= 10) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert re.fullmatch(r"train_sft\.py: stopped; .*--resume.*\n", error)
-    done = len(metrics(log))
-    assert 10 <= done < 140 and (tmp_path / "stopped" / "sft_state.pt").exists()
-
-    assert run("train_sft.py", "--out", tmp_path / "stopped", *flags, "--resume")[0] == 0
-    assert run("train_sft.py", "--out", tmp_path / "whole", *flags)[0] == 0
-    assert metrics(log) == metrics(tmp_path / "whole" / "sft.jsonl") and len(metrics(log)) == 140
-    assert same_weights(tmp_path / "stopped" / "sft.pt", tmp_path / "whole" / "sft.pt")
-
-
-@pytest.mark.parametrize("more", [
-    [], ["--kl_horizon", "100", "--kl_target", "1"], ["--separate_critic", "--ref_update_every", "1"], ["--dtype", "bfloat16"],
-], ids=" ".join)  # fmt: skip
-def test_an_interrupted_ppo_run_goes_on_where_it_stopped(chain, data, tmp_path, monkeypatch, more):
-    update = minippo.ppo_update
-
-    def press_ctrl_c(*args):
-        signal.raise_signal(signal.SIGINT)
-        return update(*args)
-
-    flags = ["--data", data, *PPO, "--models", chain, "--no_report", "--steps", "3", *more]
-    assert run("train_ppo.py", "--out", tmp_path / "whole", *flags)[0] == 0
-    monkeypatch.setattr(minippo, "ppo_update", press_ctrl_c)
-    status, _, error = run("train_ppo.py", "--out", tmp_path, *flags)
-    assert status == 130 and "step 1 is saved" in error and not (tmp_path / "ppo.pt").exists()
-    monkeypatch.setattr(minippo, "ppo_update", update)
-    assert run("train_ppo.py", "--out", tmp_path, *flags, "--resume")[0] == 0
-    assert metrics(tmp_path / "ppo.jsonl") == metrics(tmp_path / "whole" / "ppo.jsonl")
-    assert same_weights(tmp_path / "ppo.pt", tmp_path / "whole" / "ppo.pt")
-
-
-def test_ctrl_c_before_anything_was_trained_says_so(monkeypatch, capsys):
-    def main():
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
-    with pytest.raises(SystemExit) as stop:
-        settings.run_script(main)
-    assert stop.value.code == 130 and re.search(r"stopped; \w+", capsys.readouterr().err)
+    saved = torch.load(folder / f"{kind}.pt")
+    assert len(seen) == 6 and saved["facts"]["val_loss"] == 2.5  # after 2, 3, 4, 7, 9 steps
+    assert not (folder / f"{kind}_best.pt").exists()
+    for name, x in saved_weights(folder / f"{kind}.pt").items():
+        assert torch.equal(x, seen[2][name]) and torch.equal(x, seen[5][name])
+    assert not torch.equal(seen[2]["trunk.norm.weight"], seen[4]["trunk.norm.weight"])
+
+
+def test_a_reward_model_no_better_than_chance_is_said(begun, tmp_path, capsys):
+    shutil.copy(begun / "sft.pt", tmp_path)
+    assert "no better than chance" in stage("rm", begun / "data", tmp_path, "--lr", 0)[1]
+    config = PPOConfig(max_new_tokens=8)
+    for accuracy, error, warned in ((0.59, 0.05, True), (0.61, 0.05, False)):
+        facts = {"rm": {"val_accuracy": accuracy, "val_accuracy_se": error}}
+        watch.warn_of([[1]], SimpleNamespace(policy=tiny_gpt(), facts=facts), config)
+        assert ("no better than chance" in capsys.readouterr().out) == warned
+
+
+# --------------------------------------------------------------------------------------------------
+# What watches a run
+
+
+def test_prompts_without_room_and_another_length_of_answers_are_warned_of(capsys):
+    models = SimpleNamespace(policy=tiny_gpt(), facts={"rm": {"max_new_tokens": 5}})
+    prompts = [[1] * n for n in range(8, 15)]  # the context is 16
+    watch.warn_of(prompts, models, PPOConfig(max_new_tokens=6))
+    room, length = capsys.readouterr().out.splitlines()
+    assert "warning: 4 of 7 prompts leave less than 6 tokens of the context of 16" in room
+    assert (
+        "answers of up to 5 tokens, and PPO writes up to 6; train_rm.py --max_new_tokens 6"
+        in length
+    )
+    watch.warn_of(prompts[:3], models, PPOConfig(max_new_tokens=5))
+    watch.warn_of(
+        prompts[:3],
+        SimpleNamespace(policy=tiny_gpt(), facts={"sft": {}}),
+        PPOConfig(max_new_tokens=6),
+    )
+    assert capsys.readouterr().out == ""
+
+
+def checked(off=0.0, place="sampler", dtype="float32", score=None, **flags):
+    """check_start() with a sampler or a reference whose log-probabilities are off by so much."""
+    policy, stage = tiny_gpt(), train_ppo.StageConfig(batch_size=16, **flags)
+    ref, evaluate, sizes = minippo.frozen_copy(policy), watch.evaluate_actions, []
+    score = score or (lambda tokens, mask: torch.linspace(-2, 2, len(mask)))
+    config = PPOConfig(max_new_tokens=6, temperature=0.7, missing_eos_penalty=0.0)
+
+    def shifted(logprobs):
+        logprobs[-1, logprobs[-1] != 0] += off  # of one response alone
+        return logprobs
+
+    def sampler(policy, prompts, *rest):
+        sizes.append(len(prompts))
+        tokens, mask, logprobs, values = minippo.generate(policy, prompts, *rest)
+        return tokens, mask, shifted(logprobs) if place == "sampler" else logprobs, values
+
+    def scorer(model, *args, **kwargs):
+        logprobs, *rest = evaluate(model, *args, **kwargs)
+        return shifted(logprobs) if place == "reference" and model is ref else logprobs, *rest
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(watch, "generate", sampler)
+        patch.setattr(watch, "evaluate_actions", scorer)
+        watch.check_start(policy, ref, score, [[1], [2, 3]] * 16, config, stage, dtype)
+    return sizes
+
+
+def test_a_start_that_is_right_is_said_to_be(capsys):
+    assert checked() == [16] and checked(rollout_batch=4) == [4]
+    sure = "checked: before the first update the ratio is 1 and the KL to the reference is 0\n"
+    assert capsys.readouterr().out == sure * 2
+    checked(0.1, "reference", policy="last.pt"), checked(0.1, "reference", reference="last.pt")
+    assert capsys.readouterr().out == "checked: before the first update the ratio is 1\n" * 2
+
+
+@pytest.mark.parametrize("off", [0.002, -0.002, math.nan, 1.0])
+def test_a_single_response_whose_sampler_or_reference_is_off_is_refused(off):
+    with pytest.raises(
+        UserError, match=r"before the first update a ratio is .* sampling and scoring"
+    ):
+        checked(off)
+    with pytest.raises(UserError, match=r"a token is .* nats away from the reference, not 0"):
+        checked(off, "reference")
+    checked(0.0005), checked(0.0005, "reference")
+
+
+def test_in_bfloat16_the_mean_of_the_ratio_counts(capsys):
+    checked(0.1, dtype="bfloat16")
+    with pytest.raises(UserError, match="a ratio is"):
+        checked(2.0, dtype="bfloat16")
+    with pytest.raises(UserError, match="nats away"):
+        checked(0.1, "reference", dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    "scale, warned", [(0.01, True), (0.02, False), (15.0, False), (20.0, True)]
+)
+def test_scores_of_another_scale_than_beta_are_noticed(capsys, scale, warned):
+    checked(score=lambda tokens, mask: scale * torch.linspace(-2, 2, len(mask)))  # spread 1.23
+    assert ("standard deviation of the first scores is" in capsys.readouterr().out) == warned
+
+
+def rollout_with_kl(kl):
+    """Responses of one token each, with these KLs."""
+    kl = torch.tensor(kl)
+    tokens = torch.tensor([[65, 66 + i % 9] for i in range(len(kl))])
+    zero = torch.zeros(len(kl), 1)
+    return {
+        "tokens": tokens,
+        "mask": zero == 0,
+        "old_logprobs": zero + kl[:, None],
+        "ref_logprobs": zero,
+        "scores": kl,
+    }
+
+
+BYTES = Tokenizer.train([], 257)
+
+
+@pytest.mark.parametrize(
+    "kl, says",
+    [
+        ([-0.1] * 16, "warning: KL -0.100 ± 0.000 is below 0: sampling and scoring disagree\n"),
+        (
+            [-0.1, -0.01] * 8,
+            "warning: KL -0.055 ± 0.011 is below 0: sampling and scoring disagree\n",
+        ),
+        ([-0.1, 0.05] * 8, ""),  # the error of the mean is 0.019
+        ([-0.1] * 15, ""),
+        ([-9e-5] * 16, ""),
+        ([1.0] * 16 + [29.9], ""),
+        ([1.0] * 16 + [30.1], "warning: 1 of 17 responses went astray. KL 30: 'I'\n"),
+        ([2.0] * 16 + [39.9], ""),
+    ],
+)
+def test_a_kl_below_0_and_responses_that_go_astray_are_warned_of(capsys, kl, says):
+    watch.check_kl(rollout_with_kl(kl), BYTES)
+    assert capsys.readouterr().out == says
+
+
+def test_the_watch_logs_an_iteration_shows_responses_and_writes_the_page(
+    tmp_path, monkeypatch, capsys
+):
+    written, ended, clock = [], [], iter([0.0, 59.0, 61.0, 61.0, 100.0])
+    run_config = SimpleNamespace(out=tmp_path, data=tmp_path)
+    it = SimpleNamespace(run=run_config, settings={}, values={}, step=0)
+    it.end_step = lambda metrics, tokens, show: ended.append((metrics, tokens, show))
+    monkeypatch.setattr(watch, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(watch, "write_page", lambda *paths: written.append(paths))
+    monkeypatch.setattr(watch, "Recorder", lambda *_: SimpleNamespace(record=lambda *_: None))
+    models = SimpleNamespace(tokenizer=BYTES, policy=None)
+    watching = watch.Watch(
+        it, models, None, None, SimpleNamespace(steps=9, models="m", rollout_batch=0)
+    )
+    batch = rollout_with_kl([0.5, 1.0, 2.0, 3.0])
+    for step, passes in ((0, [{"loss": 1.0}]), (39, [{"loss": 1.0}] * 2), (40, [{}, {}])):
+        it.step = step
+        watching.end_step(batch, {"kl": 2.0, "passes": passes}, 0.25)
+        assert it.values == {"kl_coef": 0.25} and len(written) == (step > 0)
+        shown = ["    'AB'  score 0.50  KL 0.50", "    'AD'  score 2.00  KL 2.00"] * (
+            step % 40 == 0
+        )
+        assert capsys.readouterr().out.splitlines() == shown
+    assert written == [(tmp_path, "m")]
+    assert [x[0].keys() for x in ended] == [{"kl"}, {"kl", "passes"}, {"kl", "passes"}]
+    assert ended[0][1:] == (8, ["score", "kl", "entropy", "eos_rate"])
