@@ -33,7 +33,7 @@ from minippo import (
     frozen_copy,
 )
 from plumbing import fast
-from plumbing.checkpoints import load_checkpoint, save_checkpoint
+from plumbing.checkpoints import load_checkpoint, read_file, save_checkpoint
 from plumbing.errors import UserError
 from plumbing.rows import load_jsonl, pad, pad_completions, read_ids
 from plumbing.settings import RunConfig
@@ -507,7 +507,7 @@ def start(script, models, out, *flags):
 
 @pytest.mark.parametrize("script", ALGORITHMS)
 def test_they_run_as_train_ppo_does_up_to_the_report(models, tmp_path, script):
-    name, _, other_flags, _, columns = ALGORITHMS[script]
+    name, flags, other_flags, _, columns = ALGORITHMS[script]
     status, printed, error = start(script, models, tmp_path, "--report_prompts", 2)
     assert (status, error) == (0, "") and f"how much of the way {name} has come" in printed
     assert json.loads((tmp_path / "report.json").read_text())["algorithm"] == name
@@ -518,6 +518,8 @@ def test_they_run_as_train_ppo_does_up_to_the_report(models, tmp_path, script):
     sft, _, _ = load_checkpoint(models / "sft.pt", ["sft"])
     assert (weights(policy.trunk) - weights(sft.trunk)).norm() > 1e-3
     assert bool(policy.value_head.weight.any()) == ("value_loss" in columns)
+    settings = read_file(tmp_path / "ppo_state.pt", ["state"])["settings"]
+    assert settings["group_size"] == (flags[1] if {"--k", "--n"} & set(flags) else 1)
     # It does not go on with other settings, nor as another algorithm.
     status, _, error = start(script, models, tmp_path, "--resume", *other_flags)
     assert status == 2 and "was saved with" in error and other_flags[0][2:] in error
@@ -572,17 +574,19 @@ def test_the_flags_of_reinforce_change_what_is_done(models, tmp_path):
 
 @pytest.mark.parametrize("script", ["ppo_penalty", "dpo"])
 def test_an_interrupted_run_goes_on_where_it_stopped(models, tmp_path, script):
-    flags, update = ["--no_report", "--steps", 3], minippo.ppo_update
+    flags, update, calls = ["--no_report", "--steps", 3], minippo.ppo_update, []
 
     def press_ctrl_c(*arguments):
-        signal.raise_signal(signal.SIGINT)
+        calls.append(arguments)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGINT)
         return update(*arguments)
 
     assert start(script, models, tmp_path / "whole", *flags)[0] == 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(minippo, "ppo_update", press_ctrl_c)
         status, _, error = start(script, models, tmp_path / "stopped", *flags)
-    assert status == 130 and "step 1 is saved" in error
+    assert status == 130 and "step 2 is saved" in error
     assert start(script, models, tmp_path / "stopped", *flags, "--resume")[0] == 0
     whole, stopped = (metrics(tmp_path / out / "ppo.jsonl") for out in ("whole", "stopped"))
     assert whole == stopped

@@ -1,9 +1,10 @@
-"""Put each bug of the two lists back, one at a time, and demand that the test named there fails. Run: make mutants
+"""Put each bug of the lists back, one at a time, and demand that the test named there fails. Run: make mutants
 
 Each mutant is a copy of the project in a temporary folder. Its test runs in a fork of this process, which has imported torch
 already but nothing of the project; that takes a second where a new interpreter would take three.
 """
 
+import importlib
 import os
 import shutil
 import sys
@@ -12,10 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from catalogue import MUTANTS
-from data_mutants import DATA_MUTANTS
 
-MUTANTS = [*MUTANTS, *DATA_MUTANTS]
-ROOT = Path(__file__).parents[2]
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
+for path in sorted(HERE.glob("*_mutants.py")):  # data_mutants.py holds DATA_MUTANTS, and so on
+    if path != Path(__file__):
+        MUTANTS = MUTANTS + getattr(importlib.import_module(path.stem), path.stem.upper())
 SOURCES = [
     *(path.name for path in ROOT.glob("*.py")),
     "pyproject.toml",
