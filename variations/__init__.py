@@ -1,19 +1,18 @@
-"""PPO's neighbours. Each file first shows, by itself, the function that differs, and says why and
-where it comes from.
+"""PPO's neighbours. Each file shows first the function that differs from PPO, then how to run it.
 
-Another `credit` (what does each token deserve?), another `loss_of`, or both; all else is
-train_ppo.py:
+Another `credit` (what does each token deserve?), another `loss_of`, or both. All else is
+train_ppo.py, with its flags:
 
-reinforce      every token's log pi times what came of it: no clip, no lambda
+reinforce      log pi of each token times what came of it: no clip, no lambda
 rloo           several responses to a prompt are each other's baseline
 grpo           the same with mean and standard deviation, and the KL in the loss
 sequence_ppo   the whole response is one action
 ppo_penalty    a penalty on the KL to the old policy instead of the clip
-best_of_n      imitate the best of n responses, again and again: another algorithm, same loop
+best_of_n      imitate the best of n responses: another algorithm in the same loop
 
 With a loop of its own:
 
-dpo            straight from the pairs: no reward model, no sampling
+dpo            straight from the pairs: no reward model, no advantages
 
 Around the algorithm:
 
@@ -21,10 +20,10 @@ ensemble       three reward models instead of one
 iterate        the judge labels what PPO writes, and the reward model learns from that too
 outgrow        the same models under TRL, in several processes
 
-Each writes to out/NAME, where ppo.pt is the policy that it has trained.
+Each writes to out/NAME; the trained policy is ppo.pt there.
 
-Where a file speaks of its *expected step*, it means, on average over what is sampled, one plain
-gradient step (no Adam, no value loss) on the loss summed, not averaged, over the tokens.
+These files speak of the *expected step*: one plain gradient step (no Adam, no value loss) on the
+loss as a sum, not a mean, averaged over all responses that could have been sampled.
 """
 
 import shutil
@@ -36,19 +35,23 @@ from plumbing.errors import UserError
 from plumbing.settings import read_flags
 
 ROOT = Path(__file__).parents[1]
-# Flags of train_ppo.py that algorithms without a value function do not read
+# Flags of train_ppo.py that have no effect
 CRITIC = ("gamma", "lam", "vf_coef", "value_clip", "separate_critic", "critic_lr", "head_lr")
-TERMS = ("entropy_coef", "kl_loss_coef")  # terms of minippo.ppo_loss that other losses do not have
+GROUPS = (*CRITIC, "no_whiten", "group_size")  # where k responses to a prompt replace the critic
+TERMS = ("entropy_coef", "kl_loss_coef")  # where the loss is not built on minippo.ppo_loss
 
 
-def take_flags(doc, settings, unread=()):
-    """The flags of a variation, taken out of the command line: train_ppo.py reads the others.
-    unread: flags of train_ppo.py that would have no effect here, and so are refused."""
-    for word in sys.argv[1:]:
-        if word.startswith("--") and word[2:].partition("=")[0] in unread:
-            raise UserError(f"{word} has no effect on this algorithm; leave it out")
+def take_flags(doc, settings):
+    """A variation's flags, taken out of the command line; train_ppo.py reads the others."""
     (settings,) = read_flags(doc, settings, partly=True)
     return settings
+
+
+def refuse_flags(*names):
+    """UserError if one of these flags of train_ppo.py is given: it would have no effect."""
+    for word in sys.argv[1:]:
+        if word.startswith("--") and word[2:].partition("=")[0] in names:
+            raise UserError(f"{word} has no effect on this algorithm; leave it out")
 
 
 def run_python(*words):
@@ -58,11 +61,11 @@ def run_python(*words):
         raise UserError(f"{words[0]} ended with status {status}; it says why above")
 
 
-def copy_files(folder, files, out):
-    """Those that match: for instance sft.pt, which train_rm.py wants in its --out folder."""
-    found = list(Path(folder).glob(files))
+def copy_files(folder, pattern, out):
+    """Copy the files that match: for instance sft.pt, which train_rm.py wants in its --out."""
+    found = list(Path(folder).glob(pattern))
     if not found:
-        raise UserError(f"{folder}/{files}: not found; train_sft.py makes it")
+        raise UserError(f"{folder}/{pattern}: not found; train_sft.py makes it")
     out.mkdir(parents=True, exist_ok=True)
     for path in found:
         shutil.copy(path, out)

@@ -4,16 +4,15 @@ the best one, and repeat.
     python -m variations.best_of_n --n 4    after train_sft.py and train_rm.py
 
 This is RAFT (Dong et al., arXiv:2304.06767), or expert iteration (Anthony et al., arXiv:1705.08439)
-with n samples as the expert. For each prompt
+with n samples as the expert. There is no value function, no advantage, no ratio. For each prompt
 
     best = the response of n with the largest score - beta * KL
     loss = - mean of log pi over the tokens of the best          the loss of SFT, on one in n
 
-There is no value function, no advantage, no ratio. The best of n has a distribution of its own,
-p_n(y): the probability that y is among the n and none of the others is better. The expected step
-goes towards p_n: it is minus the gradient of KL(p_n || pi), where p_n counts as fixed, although it
-was made from pi (tests/test_variations.py, to 1e-9). The step depends on which response is best,
-and not on by how much. The other n - 1 responses only take part in this comparison.
+The best of n has a distribution of its own, p_n(y): the probability that y is among the n and none
+of the others is better. The expected step is minus the gradient of KL(p_n || pi), where p_n counts
+as fixed, although it was made from pi (tests/test_variations.py, to 1e-9). So the step depends on
+which response is best, and not on by how much.
 """
 
 import sys
@@ -25,7 +24,7 @@ import torch
 import train_ppo
 from minippo import evaluate_actions, kl_per_response
 from plumbing.errors import run_script
-from variations import CRITIC, TERMS, take_flags
+from variations import GROUPS, TERMS, refuse_flags, take_flags
 
 
 def best_rows(rewards, n):
@@ -35,19 +34,17 @@ def best_rows(rewards, n):
 
 
 def best_of_n_credit(batch, config, kl_coef, n):
-    mask = batch["mask"]
-    kl, _ = kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], mask)
-    rewards = batch["scores"] - kl_coef * kl  # (B,)
-    return {"chosen": best_rows(rewards, n)}
+    kl, _ = kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], batch["mask"])
+    return {"chosen": best_rows(batch["scores"] - kl_coef * kl, n)}
 
 
 def imitation_loss(policy, batch, config):
-    mask, chosen = batch["mask"], batch["chosen"][:, None]
+    mask, chosen = batch["mask"], batch["chosen"][:, None]  # (B, T-1), (B, 1)
     logprobs, _, _ = evaluate_actions(
         policy, batch["tokens"], mask, config.temperature, with_entropy=False
     )
-    count = max(1, int((mask & chosen).sum()))  # a minibatch may hold none of the best
-    loss = -(logprobs * chosen).sum() / count
+    count = int((mask & chosen).sum())  # 0 if a piece of a minibatch holds none of the best
+    loss = -(logprobs * chosen).sum() / max(1, count)
     return loss, {"loss": loss.item(), "count": count}
 
 
@@ -57,7 +54,8 @@ class BestConfig:
 
 
 def main():
-    flags = take_flags(__doc__, BestConfig(), unread=("clip_eps", "whiten", *CRITIC, *TERMS))
+    flags = take_flags(__doc__, BestConfig())
+    refuse_flags("clip_eps", *GROUPS, *TERMS)
     sys.argv += ["--group_size", str(flags.n)]
     train_ppo.main(partial(best_of_n_credit, n=flags.n), imitation_loss, "best of n")
 

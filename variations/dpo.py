@@ -9,15 +9,14 @@ The policy with the largest J for a reward r is proportional to ref * exp(r / be
     r(x, y) = beta * log(pi(y | x) / ref(y | x)) + something that depends on x alone
 
 The Bradley-Terry loss (section 4 of minippo.py) needs only differences of r between answers to the
-same x. So put this r into it, and train pi itself on the pairs (chosen, rejected):
+same x. So put this r into it, and train pi on the pairs (chosen, rejected). The loss of a pair is
 
     h   = log(pi / ref) of the chosen answer - log(pi / ref) of the rejected one
     DPO = -log sigmoid(beta * h)          Rafailov et al., arXiv:2305.18290, eq. 7
     IPO = (h - 1 / (2 beta))^2            Azar et al., arXiv:2310.12036, eq. 17: h has a target
 
-pi learns from the pairs, not from samples. Scores are divided by their standard deviation, this r
-is not: the same --kl_coef is another price. rm.pt only measures: the log,
-for which --watch responses are sampled in each iteration, and the report.
+This r is not divided by its standard deviation, as scores are: the same --kl_coef is another price.
+rm.pt, and the responses that are sampled all the same, only show in log and report how it goes.
 """
 
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from functools import partial
 
 import torch
 
-from minippo import PPOConfig, describe, evaluate_actions, ppo_update
+from minippo import PPOConfig, average, describe, evaluate_actions, ppo_update
 from plumbing.checkpoints import save_checkpoint
 from plumbing.errors import UserError, run_script
 from plumbing.models import load_models
@@ -35,40 +34,43 @@ from plumbing.rows import pad_completions, read_ids, read_prompts
 from plumbing.settings import RunConfig, prepare, read_flags
 from plumbing.state import State, fingerprint, settings_of
 from plumbing.training import adamw, batch_of, loss_in_pieces, rollout_in_pieces, set_lr
-from plumbing.watch import Watch
+from plumbing.watch import Watch, check_settings
 from train_ppo import StageConfig
-from variations import CRITIC, TERMS, take_flags
+from variations import CRITIC, TERMS, refuse_flags, take_flags
 
 
-def dpo_loss(policy, batch, config, ref, beta, ipo=False):
-    """tokens (B, 2, T), mask (B, 2, T-1): the chosen and the rejected answer. A mean over pairs."""
-    tokens, mask = batch["tokens"].flatten(0, 1), batch["mask"].flatten(0, 1)  # (2B, T), (2B, T-1)
-    logprobs, _, _ = evaluate_actions(policy, tokens, mask, config.temperature, with_entropy=False)
-    with torch.no_grad():
-        ref_logprobs, _, _ = evaluate_actions(
-            ref, tokens, mask, config.temperature, with_entropy=False
-        )
-    chosen, rejected = (logprobs - ref_logprobs).sum(1).view(-1, 2).unbind(1)  # (B,) each
+def dpo_loss(chosen, rejected, beta, ipo=False):
+    """log(pi / ref) of the chosen and of the rejected answers, (B,) each -> mean over pairs, stats."""
     h = chosen - rejected
     losses = (h - 1 / (2 * beta)) ** 2 if ipo else -torch.nn.functional.logsigmoid(beta * h)
     loss, accuracy = losses.mean(), (h > 0).float().mean()
-    stats = {"loss": loss.item(), "count": len(h), "margin": h.mean().item()}
-    return loss, stats | {"accuracy": accuracy.item()}
+    return loss, {"loss": loss.item(), "accuracy": accuracy.item(), "margin": h.mean().item()}
+
+
+def pair_loss(policy, batch, config, ref, ipo=False):
+    """The loss of B pairs: tokens (B, 2, T), mask (B, 2, T-1)."""
+    tokens, mask = batch["tokens"].flatten(0, 1), batch["mask"].flatten(0, 1)  # (2B, T), (2B, T-1)
+    logprobs, _, _ = evaluate_actions(policy, tokens, mask, config.temperature, False)
+    with torch.no_grad():
+        ref_logprobs, _, _ = evaluate_actions(ref, tokens, mask, config.temperature, False)
+    chosen, rejected = (logprobs - ref_logprobs).sum(1).view(-1, 2).unbind(1)  # (B,) each
+    loss, stats = dpo_loss(chosen, rejected, config.kl_coef, ipo)
+    return loss, stats | {"count": len(chosen)}
 
 
 @dataclass
 class DPOConfig:
     ipo: bool = False  # the loss of IPO instead
-    watch: int = 32  # responses sampled in an iteration, to see how it goes [1, inf]
-
-
-UNREAD = (*CRITIC, *TERMS, "clip_eps", "whiten", "kl_target", "kl_horizon", "ref_update_every")
+    samples: int = 32  # responses sampled in an iteration, for the log alone [1, inf]
 
 
 def main():
-    flags = take_flags(__doc__, DPOConfig(), (*UNREAD, "group_size"))
+    flags = take_flags(__doc__, DPOConfig())
+    refuse_flags("clip_eps", "no_whiten", "group_size", *CRITIC, *TERMS)
+    refuse_flags("kl_target", "kl_horizon", "ref_update_every")
     defaults = RunConfig(out="out/dpo"), PPOConfig(), StageConfig(models="out")
     run, config, stage = read_flags(__doc__, *defaults)
+    check_settings(config, stage)
     if not config.kl_coef:
         raise UserError("--kl_coef 0: at this price DPO learns nothing; give a larger one")
     prepare(run)
@@ -85,24 +87,19 @@ def main():
     state = State("ppo", run, settings, models.facts, policy=policy, optimizer=optimizer)
     watch = Watch(state, models, ref, config, stage)
     rollout = rollout_in_pieces(stage.rollout_batch)
-    loss_of = partial(dpo_loss, ref=ref, beta=config.kl_coef, ipo=flags.ipo)
-    loss_of = loss_in_pieces(loss_of, stage.micro_batch)
+    loss_of = loss_in_pieces(partial(pair_loss, ref=ref, ipo=flags.ipo), stage.micro_batch)
     for step in state.steps_left(stage):
         climb = (step + 1) / (stage.warmup + 1)
         fall = (stage.steps - step) / max(1, stage.steps - stage.warmup)
         lr = set_lr(optimizer, min(climb, fall))
-        answers = [
-            (prompt, answer)
-            for prompt, *pair in batch_of(pairs, step, stage.batch_size, run.seed)
-            for answer in pair
-        ]
-        tokens, mask = pad_completions(answers, run.device)
-        batch = {"tokens": tokens.unflatten(0, (-1, 2)), "mask": mask.unflatten(0, (-1, 2))}
-        passes = ppo_update(policy, optimizer, batch, config, loss_of)
-        watched = batch_of(prompts, step, flags.watch, run.seed)
-        batch = rollout(policy, ref, models.score, watched, config)
-        metrics = describe(batch, config.kl_coef) | passes[-1] | {"passes": passes, "lr": lr}
-        watch.end_step(batch, metrics, config.kl_coef)
+        some_prompts = batch_of(prompts, step, flags.samples, run.seed)
+        samples = rollout(policy, ref, models.score, some_prompts, config)
+        some_pairs = batch_of(pairs, step, stage.batch_size, run.seed)
+        answers = [(prompt, answer) for prompt, *pair in some_pairs for answer in pair]
+        tokens, mask = (x.unflatten(0, (-1, 2)) for x in pad_completions(answers, run.device))
+        passes = ppo_update(policy, optimizer, {"tokens": tokens, "mask": mask}, config, loss_of)
+        metrics = describe(samples, config.kl_coef) | average(passes)
+        watch.end_step(samples, metrics | {"passes": passes, "lr": lr}, config.kl_coef)
 
     save_checkpoint(run.out / "ppo.pt", "ppo", policy, tokenizer)
     state.finish()

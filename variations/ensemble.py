@@ -22,32 +22,17 @@ import torch
 
 from plumbing.checkpoints import load_checkpoint
 from plumbing.errors import UserError, run_script
-from plumbing.settings import RunConfig, read_flags
 from plumbing.rows import encode_rows, pad
+from plumbing.settings import RunConfig, read_flags
 from variations import ROOT, copy_files, run_python
 
 
-@dataclass
-class EnsembleConfig:
-    data: str = RunConfig.data  # folder with the pairs
-    models: str = "out"  # folder of sft.pt
-    out: str = "out/ensemble"  # folder for the reward models, 1/rm.pt and so on; it goes on there
-    members: int = 3  # reward models; their seeds are 1, 2, ... [1, inf]
+def mean(prompts, responses):
+    return scores(prompts, responses).mean(0).tolist()
 
 
-def main():
-    (config,) = read_flags(__doc__, EnsembleConfig())
-    for seed in range(1, config.members + 1):
-        out, flags = Path(config.out) / str(seed), ["--data", config.data, "--seed", seed]
-        copy_files(config.models, "sft.pt", out)
-        run_python(ROOT / "train_rm.py", "--out", out, "--resume", *flags)
-
-
-@functools.cache
-def members(folder):
-    if not (found := sorted(Path(folder).glob("*/rm.pt"))):
-        raise UserError(f"{folder}/*/rm.pt: not found; python -m variations.ensemble makes them")
-    return [load_checkpoint(path, ["rm"], RunConfig().device) for path in found]
+def minimum(prompts, responses):
+    return scores(prompts, responses).amin(0).tolist()
 
 
 @torch.no_grad()
@@ -59,12 +44,28 @@ def scores(prompts, responses):
     return torch.stack([model(*rows) for model in models])
 
 
-def mean(prompts, responses):
-    return scores(prompts, responses).mean(0).tolist()
+@functools.cache
+def members(folder):
+    if not (found := sorted(Path(folder).glob("*/rm.pt"))):
+        raise UserError(f"{folder}/*/rm.pt: not found; python -m variations.ensemble makes them")
+    return [load_checkpoint(path, ["rm"], RunConfig().device) for path in found]
 
 
-def minimum(prompts, responses):
-    return scores(prompts, responses).amin(0).tolist()
+@dataclass
+class EnsembleConfig:
+    data: str = RunConfig.data  # folder with the pairs
+    models: str = "out"  # folder of sft.pt
+    out: str = "out/ensemble"  # folder for 1/rm.pt and so on; those that are there stay
+    members: int = 3  # reward models; their seeds are 1, 2, ... [1, inf]
+
+
+def main():
+    (config,) = read_flags(__doc__, EnsembleConfig())
+    for seed in range(1, config.members + 1):
+        out = Path(config.out) / str(seed)
+        copy_files(config.models, "sft.pt", out)
+        flags = "--data", config.data, "--out", out, "--seed", seed, "--resume"
+        run_python(ROOT / "train_rm.py", *flags)
 
 
 if __name__ == "__main__":

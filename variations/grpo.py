@@ -5,16 +5,16 @@
 
 For the k responses to a prompt (DeepSeekMath, arXiv:2402.03300, section 4.1.2 and eq. 3 and 4)
 
-    A_i = (score_i - mean) / std
+    A_i = (score_i - mean) / std        of the k scores; std with 1 / k (in TRL 1 / (k - 1))
     L = mean over i of the mean over the tokens of response i of
         min(ratio A_i, clipped ratio A_i) - beta (q - 1 - log q),       q = ref / pi of the token
 
 What each part does to the expected step (at ratio 1; tests/test_variations.py, to 1e-9):
 
-mean    of all k, response i among them: the step is (k - 1) / k of the gradient of E[score].
-std     no longer the gradient of E[score]: prompts whose scores hardly differ count as much as
-        others. With k = 2, A is 1 or -1, however far apart the scores are, and the step is the
-        gradient of P(win) - P(lose) against another sample. Beta is not divided by std.
+mean    of all k, response i among them: (k - 1) / k of the gradient of E[score].
+std     no longer that gradient: prompts whose scores hardly differ count as much as others. With
+        k = 2, A is 1 or -1, however far apart the scores are, and the step is the gradient of
+        P(win) - P(lose) against another sample. Beta is not divided by std.
 tokens  count less in long responses. --no_length: all alike (Dr. GRPO divides by a constant).
 k3      q - 1 - log q as a loss has the gradient of KL(ref || pi); PPO's J has KL(pi || ref).
 """
@@ -26,7 +26,7 @@ from functools import partial
 import train_ppo
 from minippo import evaluate_actions, masked_mean, policy_loss
 from plumbing.errors import run_script
-from variations import CRITIC, TERMS, take_flags
+from variations import GROUPS, TERMS, refuse_flags, take_flags
 
 
 def group_advantages(scores, k, no_std=False):
@@ -38,19 +38,19 @@ def group_advantages(scores, k, no_std=False):
 
 
 def grpo_credit(batch, config, kl_coef, k, no_std=False):
-    mask, scores = batch["mask"], batch["scores"]
-    advantages = group_advantages(scores, k, no_std)[:, None] * mask
+    advantages = group_advantages(batch["scores"], k, no_std)[:, None] * batch["mask"]  # (B, T-1)
     return {"advantages": advantages, "whitened": advantages}
 
 
 def grpo_loss(policy, batch, config, no_length=False):
-    mask, lengths = batch["mask"], batch["mask"].sum(1, keepdim=True)
+    mask, old_logprobs = batch["mask"], batch["old_logprobs"]
     logprobs, _, _ = evaluate_actions(
         policy, batch["tokens"], mask, config.temperature, with_entropy=False
     )
     # With these weights the mean over all tokens is the mean over responses of their means.
-    weights = (1.0 if no_length else lengths.to(logprobs).mean() / lengths) * mask  # (B, T-1)
-    old_logprobs, advantages = batch["old_logprobs"], weights * batch["whitened"]
+    lengths = mask.sum(1, keepdim=True).to(logprobs)
+    weights = mask * (1.0 if no_length else lengths.mean() / lengths)  # (B, T-1)
+    advantages = weights * batch["whitened"]
     loss, stats = policy_loss(logprobs, old_logprobs, advantages, mask, config.clip_eps)
     log_q = (batch["ref_logprobs"] - logprobs) * mask
     loss = loss + config.kl_coef * masked_mean(weights * (log_q.exp() - 1 - log_q), mask)
@@ -65,11 +65,12 @@ class GRPOConfig:
     no_length: bool = False  # all tokens count the same, those of long responses too
 
 
-UNREAD = (*CRITIC, *TERMS, "whiten", "kl_target", "kl_horizon")
+UNREAD = (*GROUPS, *TERMS, "kl_target", "kl_horizon")
 
 
 def main():
-    flags = take_flags(__doc__, GRPOConfig(), UNREAD)
+    flags = take_flags(__doc__, GRPOConfig())
+    refuse_flags(*UNREAD)
     sys.argv += ["--group_size", str(flags.k)]
     credit = partial(grpo_credit, k=flags.k, no_std=flags.no_std)
     train_ppo.main(credit, partial(grpo_loss, no_length=flags.no_length), "GRPO")

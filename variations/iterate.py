@@ -19,11 +19,11 @@ import torch
 
 from data.zoo import label
 from minippo import PPOConfig
-from plumbing.checkpoints import load_checkpoint
-from plumbing.report import respond
+from plumbing.checkpoints import load_checkpoint, read_file
 from plumbing.errors import run_script
-from plumbing.settings import RunConfig, read_flags
+from plumbing.report import respond
 from plumbing.rows import load_jsonl
+from plumbing.settings import RunConfig, read_flags
 from variations import ROOT, copy_files, run_python
 
 
@@ -32,9 +32,7 @@ class IterateConfig:
     data: str = RunConfig.data  # folder of the default data
     models: str = "out"  # folder of sft.pt and of the first rm.pt
     out: str = "out/iterate"  # folder for the rounds; where they were interrupted, they go on
-    rounds: int = (
-        3  # times that PPO runs; a new reward model is trained before each but the first [1, inf]
-    )
+    rounds: int = 3  # times that PPO runs, each but the first with a new reward model [1, inf]
     pairs: int = 8000  # new pairs in a round, less those of two equal answers [1, inf]
     seed: int = 0  # seed of everything random [0, 2147483648]
     ppo: str = ""  # more flags for train_ppo.py, in quotes; a single word as --ppo=--no_report
@@ -42,11 +40,12 @@ class IterateConfig:
 
 def main():
     (config,) = read_flags(__doc__, IterateConfig())
-    models, data, more = config.models, Path(config.data), config.ppo.split()
+    models, data = config.models, Path(config.data)
     for number in range(1, config.rounds + 1):
         out = Path(config.out) / str(number)
-        same = "--out", out, "--seed", config.seed, "--resume", "--data"
-        run_python(ROOT / "train_ppo.py", *same, config.data, "--models", models, *more)
+        flags = "--out", out, "--seed", config.seed, "--resume", "--data"
+        ppo_flags = *flags, config.data, "--models", models, *config.ppo.split()
+        run_python(ROOT / "train_ppo.py", *ppo_flags)
         if number < config.rounds:
             copy_files(config.models, "sft.pt", out)
             copy_files(data, "pr*.jsonl", out / "data")  # pairs and prompts
@@ -54,19 +53,26 @@ def main():
             rows = map(json.dumps, new_pairs(out, config.pairs, config.seed + number))
             with open(data / "pref_train.jsonl", "a") as file:
                 print(*rows, sep="\n", file=file)
-            run_python(ROOT / "train_rm.py", *same, data)
+            run_python(ROOT / "train_rm.py", *flags, data)
 
 
 def new_pairs(out, count, seed):
     """-> rows like those of pref_train.jsonl: what ppo.pt and sft.pt answer, where they differ."""
     rng, answers = random.Random(seed), []
     rows = rng.choices(load_jsonl(out / "data" / "prompts_train.jsonl", ["prompt"]), k=count)
+    settings = read_file(out / "ppo_state.pt", ["state"])["settings"]
+    config = PPOConfig(settings["max_new_tokens"], settings["temperature"])
     torch.manual_seed(seed)
     for kind in ("ppo", "sft"):
         model, tokenizer, _ = load_checkpoint(out / f"{kind}.pt", [kind], RunConfig().device)
-        asked = [tokenizer.encode(prompt) for (prompt,) in rows], 1, tokenizer, PPOConfig()
-        answers += [respond(model, model, lambda _, mask: 0.0 * mask.sum(1), *asked)[1]]
+        prompts = [tokenizer.encode(prompt) for (prompt,) in rows]
+        _, texts = respond(model, model, no_score, prompts, 1, tokenizer, config)
+        answers.append(texts)
     return [label(rng, prompt, a, b) for (prompt,), a, b in zip(rows, *answers) if a != b]
+
+
+def no_score(tokens, mask):
+    return torch.zeros(len(tokens), device=tokens.device)
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ from plumbing.report import make_report, print_report
 from plumbing.rows import read_prompts
 from plumbing.settings import RunConfig, prepare, read_flags
 from train_ppo import StageConfig
-from variations import CRITIC, take_flags
+from variations import refuse_flags, take_flags
 from variations.grpo import UNREAD, GRPOConfig
 
 HERE_ALONE = (  # what TRL does not read, or reads by another name
-    *("ref_update_every", "policy", "reference", "reward", "length_penalty", "group_size"),
+    *("ref_update_every", "policy", "reference", "reward", "length_penalty"),
     *("dtype", "micro_batch", "grad_checkpoint", "resume", "overwrite", "save_every"),
     *("tensorboard",),
 )
@@ -80,7 +80,8 @@ def main(train=train_grpo):
         raise UserError("the package trl is missing; pip install trl==1.12.0")
     from accelerate import PartialState  # comes with it
 
-    flags = take_flags(__doc__, GRPOConfig(), (*UNREAD, *CRITIC, *HERE_ALONE))
+    flags = take_flags(__doc__, GRPOConfig())
+    refuse_flags(*UNREAD, *HERE_ALONE)
     defaults = RunConfig(out="out/outgrow"), PPOConfig(), StageConfig(models="out")
     run, config, stage = read_flags(__doc__, *defaults)
     processes = PartialState(cpu=run.device == "cpu")

@@ -2,17 +2,17 @@
 
     python -m variations.ppo_penalty    after train_sft.py and train_rm.py
 
-Both keep the policy near its old self, which has sampled the batch. (Not near the reference: beta
-does that.) This is the other form of Schulman et al., arXiv:1707.06347, section 4, eq. 8. After
-each update, d is the KL from the old policy to the new, and the coefficient c is adapted:
+Both keep the policy near its old self, which sampled the batch. (Not near the reference: beta does
+that.) This is the other form of Schulman et al., arXiv:1707.06347, section 4, eq. 8. Before each
+update but the first, the coefficient c follows d, the KL from old to pi in the update before:
 
     J = E[ratio * A] - c * E[KL(old || pi)]         d < target / 1.5: c = max(c / 2, 0.01)
                                                     d > target * 1.5: c = min(c * 2, 100)
 
-The bounds are ours: Adam's steps are about as long whatever c is, so without them c can run away.
-The KL is estimated by k3 with q = pi / old. The mean of k3 is the KL, and the mean of its gradient
-is that of the KL: E_old[grad q] = grad sum_a pi(a) = 0. Here d is measured on the last minibatch of
-the update, before its own step.
+The bounds are ours: Adam's steps are about as long whatever c is, so c could run away. The KL is
+estimated by k3 with q = pi / old. The mean of k3 is the KL, and the mean of its gradient is that of
+the KL: E_old[grad q] = grad sum_a pi(a) = 0. d is measured on the last minibatch of the update,
+before the step on it.
 """
 
 import math
@@ -21,18 +21,18 @@ from dataclasses import dataclass
 import train_ppo
 from minippo import credit, evaluate_actions, masked_mean, policy_loss, value_loss
 from plumbing.errors import run_script
-from variations import TERMS, take_flags
+from variations import TERMS, refuse_flags, take_flags
 
 
 @dataclass
 class PenaltyLoss:
-    """The loss of an update, and a memory: c, and d as it was last measured."""
+    """The loss, and a memory: c, and of the last minibatch the sum of k3 and how many tokens."""
 
     penalty: float = 1.0  # c in the first iteration [0, inf]
     target: float = 0.01  # KL from the old policy to the new, nats per token, to steer to [0, inf]
 
     def __post_init__(self):
-        self.c, self.d = self.penalty, None
+        self.c, self.kl_sum, self.tokens = self.penalty, 0.0, 0
 
     def __call__(self, policy, batch, config):
         mask, old_logprobs = batch["mask"], batch["old_logprobs"]
@@ -40,27 +40,29 @@ class PenaltyLoss:
             policy, batch["tokens"], mask, config.temperature, with_entropy=False
         )
         loss, stats = policy_loss(logprobs, old_logprobs, batch["whitened"], mask, math.inf)
-        log_ratio = logprobs - old_logprobs
+        log_ratio, count = logprobs - old_logprobs, int(mask.sum())
         kl = masked_mean(log_ratio.exp() - 1 - log_ratio, mask)
         value_term, value_stats = value_loss(
             values, batch["old_values"], batch["returns"], mask, config.value_clip
         )
         loss = loss + self.c * kl + config.vf_coef * value_term
-        self.d = kl.item()
-        stats |= {"loss": loss.item(), "count": int(mask.sum()), "penalty": self.c}
+        if policy.lm_head.weight.grad is None:  # a minibatch begins (--micro_batch: in pieces)
+            self.kl_sum, self.tokens = 0.0, 0
+        self.kl_sum, self.tokens = self.kl_sum + count * kl.item(), self.tokens + count
+        stats |= {"loss": loss.item(), "count": count, "penalty": self.c}
         return loss, stats | value_stats
 
     def adapt_and_credit(self, batch, config, kl_coef):
-        """PPO's credit; before it, c follows from the update that has just ended."""
-        if self.d is not None:
-            self.c = adapt_penalty(self.c, self.d, self.target)
+        """PPO's credit; before it, c follows from the update before."""
+        if self.tokens:
+            self.c = adapt_penalty(self.c, self.kl_sum / self.tokens, self.target)
         return credit(batch, config, kl_coef)
 
     def state_dict(self):
-        return {"c": self.c, "d": self.d}
+        return {name: getattr(self, name) for name in ("c", "kl_sum", "tokens")}
 
     def load_state_dict(self, state):
-        self.c, self.d = state["c"], state["d"]
+        self.c, self.kl_sum, self.tokens = state["c"], state["kl_sum"], state["tokens"]
 
 
 def adapt_penalty(c, d, target):
@@ -69,7 +71,8 @@ def adapt_penalty(c, d, target):
 
 
 def main():
-    loss = take_flags(__doc__, PenaltyLoss(), unread=("clip_eps", *TERMS))
+    loss = take_flags(__doc__, PenaltyLoss())
+    refuse_flags("clip_eps", *TERMS)
     train_ppo.main(loss.adapt_and_credit, loss, "PPO penalty")
 
 

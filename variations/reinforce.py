@@ -1,8 +1,8 @@
-"""REINFORCE: every token's log pi times what came of it. PPO without the clip and without lambda.
+"""REINFORCE: log pi of each token times what came of it. PPO without the clip and without lambda.
 
     python -m variations.reinforce                   after train_sft.py and train_rm.py
     python -m variations.reinforce --credit total    a token answers for the whole response
-    python -m variations.reinforce --baseline        less the value of the state, as PPO does
+    python -m variations.reinforce --baseline        less the value of the state, as in PPO
 
 With the reward r_t of a token (section 5 of minippo.py) and the value V(s_t) of the state before it
 
@@ -12,12 +12,12 @@ With the reward r_t of a token (section 5 of minippo.py) and the value V(s_t) of
         --baseline        A_t = the same - V(s_t)    Sutton et al. (2000), "Policy gradient methods"
 
 (Williams: Machine Learning 8, pages 229 to 256, section 5. His baseline is one for all tokens.) On
-average each is the gradient of J, whatever the values are; tests/test_variations.py checks it to
-1e-9. They differ in variance: bench/ladder.py computes it. Advantages are not whitened, because the
-mean of the batch would be one more baseline.
+average each is the gradient of J, whatever the values are (tests/test_variations.py, to 1e-9). They
+differ in variance: bench/ladder.py computes it. Advantages are not whitened, because the mean of
+the batch would be one more baseline.
 
-The gradient is this one as long as the policy is the one that has sampled, so in the first of the
---minibatches. In the others the ratio corrects for the steps before, and no clip limits it.
+This is so while the policy is the one that sampled, in the first of the --minibatches. In the
+others the ratio corrects for the steps before, and no clip limits it.
 """
 
 import math
@@ -29,22 +29,18 @@ import torch
 import train_ppo
 from minippo import gae, kl_adjusted_rewards, ppo_loss
 from plumbing.errors import UserError, run_script
-from variations import take_flags
+from variations import CRITIC, refuse_flags, take_flags
 
 
-def reinforce_credit(batch, config, kl_coef, total=False, baseline=False):
+def reinforce_credit(batch, config, kl_coef, credit="to_go", baseline=False):
     old_logprobs, ref_logprobs, mask = batch["old_logprobs"], batch["ref_logprobs"], batch["mask"]
     rewards = kl_adjusted_rewards(batch["scores"], old_logprobs, ref_logprobs, mask, kl_coef)
     values = batch["old_values"] * baseline  # (B, T-1)
     advantages, returns = gae(rewards, values, mask, 1.0, 1.0)  # lam = 1: the return less the value
-    if total:  # all rewards of the response, also those before the token
+    if credit == "total":  # the rewards before the token too
         advantages = torch.where(mask, rewards.sum(1, keepdim=True) - values, 0.0)
-    return {
-        "rewards": rewards,
-        "advantages": advantages,
-        "whitened": advantages,
-        "returns": returns,
-    }
+    found = {"rewards": rewards, "advantages": advantages, "returns": returns}
+    return found | {"whitened": advantages}
 
 
 def reinforce_loss(policy, batch, config, baseline=False):
@@ -55,7 +51,7 @@ def reinforce_loss(policy, batch, config, baseline=False):
 @dataclass
 class ReinforceConfig:
     credit: str = "to_go"  # the rewards a token answers for: total (all) or to_go (from it on)
-    baseline: bool = False  # subtract the state's value; without it, flags of values do nothing
+    baseline: bool = False  # subtract the value of the state, and train the values
 
     def __post_init__(self):
         if self.credit not in ("total", "to_go"):
@@ -63,9 +59,10 @@ class ReinforceConfig:
 
 
 def main():
-    flags = take_flags(__doc__, ReinforceConfig(), unread=("gamma", "lam", "clip_eps", "whiten"))
-    total, baseline = flags.credit == "total", flags.baseline
-    credit = partial(reinforce_credit, total=total, baseline=baseline)
+    flags = take_flags(__doc__, ReinforceConfig())
+    baseline = flags.baseline
+    refuse_flags("gamma", "lam", "clip_eps", "no_whiten", *(() if baseline else CRITIC))
+    credit = partial(reinforce_credit, credit=flags.credit, baseline=baseline)
     train_ppo.main(credit, partial(reinforce_loss, baseline=baseline), "REINFORCE")
 
 

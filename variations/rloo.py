@@ -1,6 +1,6 @@
 """RLOO, REINFORCE leave-one-out: several responses to a prompt are each other's baseline.
 
-    python -m variations.rloo --k 4    after train_sft.py and train_rm.py; writes into out/rloo
+    python -m variations.rloo --k 4    after train_sft.py and train_rm.py
 
 PPO asks a value function how much reward is to be expected. RLOO samples k responses to the same
 prompt instead, and compares each with the mean of the others:
@@ -8,14 +8,11 @@ prompt instead, and compares each with the mean of the others:
     A_i = R_i - 1 / (k - 1) * sum over j != i of R_j        R_i = score_i - beta * KL_i
 
 (Ahmadian et al., arXiv:2402.14740; Kool et al., 2019, "Buy 4 REINFORCE samples, get a baseline for
-free!")
-
-The others know nothing of response i, so on average nothing changes: the expected step is the
-gradient of J (tests/test_variations.py checks it to 1e-9). There is no value function and no lam.
-All tokens of a response have the same advantage. Which of them deserve it is not estimated: it only
-shows on average over many responses. The advantage is not whitened. The paper leaves the clip out,
-because it hardly ever acts in the two steps taken there on each batch; here --clip_eps stays, for
-the same four steps as in PPO. An iteration has 1 / k as many prompts as one of PPO.
+free!") The others know nothing of response i, so the expected step is the gradient of J
+(tests/test_variations.py, to 1e-9). All tokens of a response have the same advantage: which of them
+deserve it shows only on average over many responses. It is not whitened. The paper leaves the clip
+out, because it hardly acts in the two steps taken there per batch. Here --clip_eps stays: there are
+as many steps as in PPO.
 """
 
 import sys
@@ -25,7 +22,7 @@ from functools import partial
 import train_ppo
 from minippo import kl_per_response, ppo_loss
 from plumbing.errors import run_script
-from variations import CRITIC, take_flags
+from variations import GROUPS, refuse_flags, take_flags
 
 
 def leave_one_out(rewards, k):
@@ -39,7 +36,7 @@ def rloo_credit(batch, config, kl_coef, k):
     mask = batch["mask"]
     kl, _ = kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], mask)
     rewards = batch["scores"] - kl_coef * kl  # (B,)
-    advantages = leave_one_out(rewards, k)[:, None] * mask
+    advantages = leave_one_out(rewards, k)[:, None] * mask  # (B, T-1)
     returns = rewards[:, None] * mask
     return {"advantages": advantages, "whitened": advantages, "returns": returns}
 
@@ -54,7 +51,8 @@ class RLOOConfig:
 
 
 def main():
-    flags = take_flags(__doc__, RLOOConfig(), unread=(*CRITIC, "whiten"))
+    flags = take_flags(__doc__, RLOOConfig())
+    refuse_flags(*GROUPS)
     sys.argv += ["--group_size", str(flags.k)]
     train_ppo.main(partial(rloo_credit, k=flags.k), rloo_loss, "RLOO")
 
