@@ -24,14 +24,20 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import ByteLevelBPETokenizer
 
-TEXTS = ["What does a bee eat?", " A bee eats nectar. Enjoy your visit!", "naïve ﬁ 日本語 🐝\n\n  x\t'll 12 , it 's ."]
+TEXTS = [
+    "What does a bee eat?",
+    " A bee eats nectar. Enjoy your visit!",
+    "naïve ﬁ 日本語 🐝\n\n  x\t'll 12 , it 's .",
+]
 ENDS = dict.fromkeys(("bos_token", "eos_token", "unk_token"), hf.END)
 AUTO = transformers.AutoTokenizer.from_pretrained
 
 
 def random_texts(seed, n=60):
     draw = random.Random(seed)
-    return ["".join(draw.choices("aabbc dé日🐝  \n\t'lls12,.", k=draw.randint(1, 40))) for _ in range(n)]
+    return [
+        "".join(draw.choices("aabbc dé日🐝  \n\t'lls12,.", k=draw.randint(1, 40))) for _ in range(n)
+    ]
 
 
 def assert_same_logits(model, theirs, order):
@@ -56,12 +62,18 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_an_imported_gpt2_gives_the_logits_and_the_ids_of_transformers_whatever_the_order_of_the_ids(folder, shuffled):
+def test_an_imported_gpt2_gives_the_logits_and_the_ids_of_transformers_whatever_the_order_of_the_ids(
+    folder, shuffled
+):
     new_ids = random.Random(0).sample(range(321), 321) if shuffled else range(321)
     ids = {word: new_ids[i] for word, i in json.loads((folder / "vocab.json").read_text()).items()}
     (folder / "vocab.json").write_text(json.dumps(ids))
     model, tokenizer = hf.read_gpt2(folder, 0.25)
-    assert model.training and model.config.dropout == 0.25 and hf.read_gpt2(folder)[0].config.dropout == 0
+    assert (
+        model.training
+        and model.config.dropout == 0.25
+        and hf.read_gpt2(folder)[0].config.dropout == 0
+    )
     words = ["".join(hf.CHARACTERS[byte] for byte in token) for token in tokenizer.tokens]
     order = torch.tensor([ids[word] for word in [*words, hf.END]])
     assert shuffled or order.tolist() == [*range(321)]
@@ -74,13 +86,21 @@ def test_an_imported_gpt2_gives_the_logits_and_the_ids_of_transformers_whatever_
 def test_a_file_in_the_way_of_the_first_gpt2_is_read(folder):
     """No "transformer." in the names, the causal mask as a weight, the width of the MLP in config.json."""
     before, _ = hf.read_gpt2(folder)
-    weights = {name.removeprefix("transformer."): x for name, x in load_file(folder / "model.safetensors").items()}
+    weights = {
+        name.removeprefix("transformer."): x
+        for name, x in load_file(folder / "model.safetensors").items()
+    }
     for i in range(3):
-        weights[f"h.{i}.attn.bias"], weights[f"h.{i}.attn.masked_bias"] = torch.ones(1, 1, 48, 48).tril(), torch.tensor(-1e4)
+        weights[f"h.{i}.attn.bias"], weights[f"h.{i}.attn.masked_bias"] = (
+            torch.ones(1, 1, 48, 48).tril(),
+            torch.tensor(-1e4),
+        )
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     edit(folder / "config.json", n_inner=96)
     after, _ = hf.read_gpt2(folder)
-    assert all(torch.equal(a, b) for a, b in zip(after.parameters(), before.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(after.parameters(), before.parameters(), strict=True)
+    )
 
 
 @functools.cache
@@ -100,17 +120,27 @@ def exported(folder, kind):
 
 
 @pytest.mark.parametrize("kind", ["sft", "ppo"])
-def test_an_exported_policy_gives_the_same_logits_in_transformers_and_can_be_read_again(tmp_path, kind, capsys):
+def test_an_exported_policy_gives_the_same_logits_in_transformers_and_can_be_read_again(
+    tmp_path, kind, capsys
+):
     model, tokenizer, out = exported(tmp_path, kind)
     assert capsys.readouterr().out == f"wrote {out}: GPT2LMHeadModel\n"
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
     assert_same_logits(model, theirs, torch.arange(tokenizer.vocab_size))
     c = theirs.config
-    assert c.resid_pdrop == c.embd_pdrop == c.attn_pdrop == 0.25 and c.n_positions == AUTO(out).model_max_length == 32
-    assert tokenizer.eos == c.bos_token_id == c.eos_token_id == theirs.generation_config.eos_token_id
+    assert (
+        c.resid_pdrop == c.embd_pdrop == c.attn_pdrop == 0.25
+        and c.n_positions == AUTO(out).model_max_length == 32
+    )
+    assert (
+        tokenizer.eos == c.bos_token_id == c.eos_token_id == theirs.generation_config.eos_token_id
+    )
     again, same = hf.read_gpt2(str(out))
     assert same.tokens == tokenizer.tokens
-    assert all(torch.equal(a, b) for a, b in zip(again.trunk.parameters(), model.trunk.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(again.trunk.parameters(), model.trunk.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -119,17 +149,32 @@ def test_a_random_vocabulary_gives_the_same_ids_over_random_texts_and_comes_back
     hf.write_tokenizer(tokenizer, tmp_path, 99, scorer=False)
     theirs = AUTO(tmp_path)
     for text in ["", *TEXTS, *random_texts(seed), *random_texts(-1)]:
-        assert theirs.encode(text) == tokenizer.encode(text) and theirs.decode(theirs.encode(text)) == text
-    assert theirs.special_tokens_map == ENDS and theirs.eos_token_id == tokenizer.eos and len(theirs) == tokenizer.vocab_size
+        assert (
+            theirs.encode(text) == tokenizer.encode(text)
+            and theirs.decode(theirs.encode(text)) == text
+        )
+    assert (
+        theirs.special_tokens_map == ENDS
+        and theirs.eos_token_id == tokenizer.eos
+        and len(theirs) == tokenizer.vocab_size
+    )
     same, ids = hf.read_vocabulary("x", theirs, len(theirs))
     assert same.tokens == tokenizer.tokens and ids == [*range(len(theirs))]
 
 
 def test_an_exported_reward_model_gives_our_scores_of_texts_alone_or_padded(tmp_path):
     scorer, tokenizer, out = exported(tmp_path, "rm")
-    prompts, responses = [*TEXTS[:2], "Where do bees live?", "a"], [" In a hive.", "", TEXTS[1], "b"]
-    rows = [[*tokenizer.encode(x), *tokenizer.encode(y), tokenizer.eos] for x, y in zip(prompts, responses)]
-    ours = torch.cat([scorer(torch.tensor([row]), torch.tensor([len(row)])) for row in rows]).tolist()
+    prompts, responses = (
+        [*TEXTS[:2], "Where do bees live?", "a"],
+        [" In a hive.", "", TEXTS[1], "b"],
+    )
+    rows = [
+        [*tokenizer.encode(x), *tokenizer.encode(y), tokenizer.eos]
+        for x, y in zip(prompts, responses)
+    ]
+    ours = torch.cat(
+        [scorer(torch.tensor([row]), torch.tensor([len(row)])) for row in rows]
+    ).tolist()
     assert max(ours) - min(ours) > 0.1
     score = hf.read_scorer(out)
     assert score(prompts, responses) == pytest.approx(ours, abs=1e-4)
@@ -183,7 +228,9 @@ def separate_head(out, tied):
 
 def resize(out, inner=None, tokens=400):
     theirs = transformers.GPT2LMHeadModel.from_pretrained(out)
-    c = transformers.GPT2Config(**theirs.config.to_diff_dict() | {"n_inner": inner, "vocab_size": tokens})
+    c = transformers.GPT2Config(
+        **theirs.config.to_diff_dict() | {"n_inner": inner, "vocab_size": tokens}
+    )
     transformers.GPT2LMHeadModel(c).save_pretrained(out)
 
 
@@ -229,21 +276,34 @@ def test_what_is_no_gpt2_is_refused_and_named(tmp_path, break_it, says):
 
 def test_a_reward_model_and_a_folder_without_a_model_are_no_policy_to_sample_from(tmp_path):
     _, _, out = exported(tmp_path, "rm")
-    done = shell("sample.py", out, "a")  # in a process of its own, to see whatever transformers says
+    done = shell(
+        "sample.py", out, "a"
+    )  # in a process of its own, to see whatever transformers says
     assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
     assert done.stderr.endswith("here score.weight in unexpected_keys\n")
     for nothing in (tmp_path, tmp_path / "none"):
-        with pytest.raises(UserError, match="could not be read .* without a network, give a folder with config.json"):
+        with pytest.raises(
+            UserError,
+            match="could not be read .* without a network, give a folder with config.json",
+        ):
             hf.read_gpt2(nothing)
 
 
 def test_one_line_exports_and_another_samples_from_what_was_exported(tmp_path):
     exported(tmp_path, "ppo")
-    status, printed, error = run("plumbing/hf.py", "export", tmp_path / "ppo.pt", tmp_path / "new" / "out")
-    assert (status, printed, error) == (0, f"wrote {tmp_path / 'new' / 'out'}: GPT2LMHeadModel\n", "")
+    status, printed, error = run(
+        "plumbing/hf.py", "export", tmp_path / "ppo.pt", tmp_path / "new" / "out"
+    )
+    assert (status, printed, error) == (
+        0,
+        f"wrote {tmp_path / 'new' / 'out'}: GPT2LMHeadModel\n",
+        "",
+    )
     flags = [*TEXTS[:2], "--max_new_tokens", 9, "--n", 3]
     done = shell("sample.py", tmp_path / "new" / "out", *flags)
-    assert (done.returncode, done.stderr) == (0, "") and done.stdout == run("sample.py", tmp_path / "ppo.pt", *flags)[1]
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout == run(
+        "sample.py", tmp_path / "ppo.pt", *flags
+    )[1]
     assert set(TEXTS[:2]) < set(done.stdout.splitlines())
 
 
@@ -257,7 +317,12 @@ def test_an_export_into_a_file_and_other_words_than_export_checkpoint_folder_are
         (["export", model, "out", "more"], "export CHECKPOINT FOLDER"), (["export", file, "out"], "damaged"),
     ]:  # fmt: skip
         status, printed, error = run("plumbing/hf.py", *words)
-        assert (status, printed) == (2, "") and error.startswith("hf.py: ") and error.count("\n") == 1 and says in error
+        assert (
+            (status, printed) == (2, "")
+            and error.startswith("hf.py: ")
+            and error.count("\n") == 1
+            and says in error
+        )
     assert file.read_text() == "mine"
 
 
@@ -270,7 +335,9 @@ def test_without_transformers_its_installation_is_named(monkeypatch):
 def test_only_a_download_shows_its_progress(tmp_path, monkeypatch):
     calls = []
     for name in ("enable", "disable"):
-        monkeypatch.setattr(transformers.logging, f"{name}_progress_bar", lambda name=name: calls.append(name))
+        monkeypatch.setattr(
+            transformers.logging, f"{name}_progress_bar", lambda name=name: calls.append(name)
+        )
     monkeypatch.setattr(transformers.GPT2LMHeadModel, "from_pretrained", lambda *_, **__: 1 / 0)
     for source, last in [("gpt2", "enable"), (tmp_path, "disable")]:
         with pytest.raises(UserError, match="ZeroDivisionError: division by zero"):
