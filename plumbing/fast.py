@@ -201,21 +201,22 @@ def decode(trunk, token, column, cache):
     """One more token in each row and its column, (R,) each -> its hidden state, (R, C).
     cache: (layers, R, columns, 2C)."""
     x = trunk.token_embedding(token) + trunk.position_embedding(column)
-    rows = torch.arange(len(token), device=token.device)
+    rows, C = torch.arange(len(token), device=token.device), x.shape[1]
     seen = torch.arange(cache.shape[2], device=token.device) <= column[:, None]  # (R, columns)
+
+    def attend_to(kept, heads):
+        def attend(qkv):  # (R, 3C) -> (R, C)
+            q = qkv[:, :C].unflatten(-1, (heads, 1, -1))  # (R, H, 1, C/H)
+            kept[rows, column] = qkv[:, C:].to(kept.dtype)
+            k, v = kept.unflatten(-1, (2, heads, -1)).permute(2, 0, 3, 1, 4)  # (R, H, columns, C/H)
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None])
+            return y.flatten(1)
+
+        return attend
+
     with autocast(x):
         for block, kept in zip(trunk.blocks, cache):
-
-            def attend(qkv, heads=block.attention.heads, kept=kept):  # (R, 3C) -> (R, C)
-                q = qkv[:, : x.shape[1]].unflatten(-1, (heads, 1, -1))  # (R, H, 1, C/H)
-                kept[rows, column] = qkv[:, x.shape[1] :].to(kept.dtype)
-                k, v = kept.unflatten(-1, (2, heads, -1)).permute(
-                    2, 0, 3, 1, 4
-                )  # (R, H, columns, C/H)
-                y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None])
-                return y.flatten(1)
-
-            with handed(block, attend):
+            with handed(block, attend_to(kept, block.attention.heads)):
                 x = block(x)
     return trunk.norm(x)
 

@@ -7,7 +7,7 @@ import pytest
 from cli import ONE_THREAD, ROOT, command, run
 from minippo import GPT, GPTConfig
 from plumbing.checkpoints import save_checkpoint
-from plumbing.text import Tokenizer
+from plumbing.tokenizer import Tokenizer
 from tiny import stir
 
 
