@@ -13,7 +13,7 @@ CONTENTS = {"text": "é\n", "bytes": "é\n".encode(), "function": lambda file: f
 
 
 @pytest.mark.parametrize("contents", CONTENTS.values(), ids=CONTENTS)
-def test_a_file_is_written_through_a_whole_one_beside_it_that_no_other_process_writes(tmp_path, monkeypatch, contents):
+def test_a_file_is_written_whole_beside_its_place_by_one_process_alone(tmp_path, monkeypatch, contents):
     path, replace, synced, names = tmp_path / "new" / "folder" / "x", os.replace, [], []
 
     def watched(beside, goal):

@@ -13,7 +13,7 @@ HF_MUTANTS = [
         [("if i > 1 and a.dim() == 2", "if a.shape != b.shape")],
         "common in converters of GPT-2, whose Conv1D keeps its weights transposed: the shapes show it for all layers but one",
         "the output layer of every attention is mirrored, and nothing says so",
-        HF + "an_imported_gpt2_gives_the_logits_and_the_ids_of_transformers_whatever_the_order_of_the_ids",
+        HF + "an_imported_gpt2_gives_the_logits_and_ids_of_transformers",
         "plumbing/hf.py",
     ),
     Mutant(
@@ -21,7 +21,7 @@ HF_MUTANTS = [
         [("weight.data.copy_(weight[ids])", "weight.data.copy_(weight)")],
         "a vocabulary whose special tokens come first, read by code that puts them last",
         "every word has the embedding of another word",
-        HF + "an_imported_gpt2_gives_the_logits_and_the_ids_of_transformers_whatever_the_order_of_the_ids",
+        HF + "an_imported_gpt2_gives_the_logits_and_ids_of_transformers",
         "plumbing/hf.py",
     ),
     Mutant(
@@ -101,7 +101,7 @@ HF_MUTANTS = [
         [("            os.fsync(file.fileno())\n", "")],
         "programs that wrote their settings on ext4, 2009: empty files after a power failure",
         "the new version is empty, and the old one is gone",
-        FILES + "a_file_is_written_through_a_whole_one_beside_it_that_no_other_process_writes",
+        FILES + "a_file_is_written_whole_beside_its_place_by_one_process_alone",
         "plumbing/files.py",
     ),
     Mutant(
@@ -109,7 +109,7 @@ HF_MUTANTS = [
         [(".{os.getpid()}.tmp", ".tmp")],
         "common",
         "two runs that save at the same moment make one file of both",
-        FILES + "a_file_is_written_through_a_whole_one_beside_it_that_no_other_process_writes",
+        FILES + "a_file_is_written_whole_beside_its_place_by_one_process_alone",
         "plumbing/files.py",
     ),
     Mutant(
