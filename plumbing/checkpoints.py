@@ -17,7 +17,7 @@ def write_file(path, contents):
 
 
 def read_file(path, kinds, mmap=True):
-    """What write_file wrote, as a dict on the CPU; UserError unless it is whole, and one of `kinds`.
+    """What write_file wrote, as a dict on the CPU; UserError unless whole and of one of `kinds`.
 
     mmap: the weights stay on the disk until they are copied into a model.
     """

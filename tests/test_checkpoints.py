@@ -28,7 +28,9 @@ def test_a_checkpoint_brings_back_the_same_outputs_the_tokenizer_and_the_facts(t
     path = tmp_path / "folder" / "x.pt"
     save_checkpoint(str(path), kind, model.train(), TOKENIZER, val_loss=1.25)
     loaded, tokenizer, facts = load_checkpoint(str(path), ("other", kind))
-    assert tokenizer.tokens == TOKENIZER.tokens and facts == {"val_loss": 1.25} and not loaded.training
+    assert (
+        tokenizer.tokens == TOKENIZER.tokens and facts == {"val_loss": 1.25} and not loaded.training
+    )
     arguments = (tokens, lengths) if kind == "rm" else (tokens,)
     for a, b in zip(loaded(*arguments), model.eval()(*arguments), strict=True):
         assert torch.equal(a, b)
@@ -40,7 +42,9 @@ def test_a_checkpoint_brings_back_the_same_outputs_the_tokenizer_and_the_facts(t
 
 def test_what_is_read_stays_on_the_disk_unless_it_must_not(tmp_path, monkeypatch):
     asked, load = [], torch.load
-    monkeypatch.setattr(torch, "load", lambda *args, **more: asked.append(more["mmap"]) or load(*args, **more))
+    monkeypatch.setattr(
+        torch, "load", lambda *args, **more: asked.append(more["mmap"]) or load(*args, **more)
+    )
     write_file(tmp_path / "x.pt", {"kind": "state", "x": torch.ones(2)})
     for mmap in ({}, {"mmap": False}):
         assert read_file(tmp_path / "x.pt", ["state"], **mmap)["x"].tolist() == [1, 1]
@@ -55,35 +59,63 @@ class Attack:
         return open, (str(self.path), "w")
 
 
-@pytest.mark.parametrize("write", [torch.save, lambda x, path: path.write_bytes(pickle.dumps(x, 2))], ids=["torch", "pickle"])
+@pytest.mark.parametrize(
+    "write",
+    [torch.save, lambda x, path: path.write_bytes(pickle.dumps(x, 2))],
+    ids=["torch", "pickle"],
+)
 def test_a_checkpoint_that_would_run_code_is_refused_and_does_not(tmp_path, write):
     write({"kind": "sft", "config": Attack(tmp_path / "ran")}, tmp_path / "x.pt")
-    with pytest.raises(UserError, match="x.pt: damaged, or no checkpoint .*; train_sft.py makes it"):
+    with pytest.raises(
+        UserError, match="x.pt: damaged, or no checkpoint .*; train_sft.py makes it"
+    ):
         load_checkpoint(tmp_path / "x.pt", ("sft",))
     assert not (tmp_path / "ran").exists()
 
 
 def test_a_truncated_checkpoint_and_one_with_other_contents_are_refused(tmp_path):
     path = tmp_path / "x.pt"
-    save_checkpoint(path, "sft", GPT(GPTConfig(TOKENIZER.vocab_size, 8, 1, heads=1, channels=8)), TOKENIZER)
+    save_checkpoint(
+        path, "sft", GPT(GPTConfig(TOKENIZER.vocab_size, 8, 1, heads=1, channels=8)), TOKENIZER
+    )
     whole, good = path.read_bytes(), torch.load(path)
     for share in (0.0, 0.01, 0.5, 0.9, 0.999):
         path.write_bytes(whole[: int(len(whole) * share)])
         with pytest.raises(UserError, match="x.pt: damaged, or no checkpoint"):
             load_checkpoint(path, ("sft",))
-    changes = [{"config": {}}, {"config": {"x": 1}}, {"config": None}, {"model": {}}, {"vocabulary": [1]}, {"vocabulary": ["日"]}]
-    for contents in [[1, 2], {"model": {}}, {"kind": "sft"}, *(good | change for change in changes)]:
+    changes = [
+        {"config": {}},
+        {"config": {"x": 1}},
+        {"config": None},
+        {"model": {}},
+        {"vocabulary": [1]},
+        {"vocabulary": ["日"]},
+    ]
+    for contents in [
+        [1, 2],
+        {"model": {}},
+        {"kind": "sft"},
+        *(good | change for change in changes),
+    ]:
         torch.save(contents, path)
         with pytest.raises(UserError, match="x.pt: damaged"):
             load_checkpoint(path, ("sft",))
 
 
-@pytest.mark.parametrize("kinds, hint", [
-    (("rm",), "train_rm.py makes it"), (("ppo", "sft"), "train_ppo.py makes it"), (("state",), "leave --resume out"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kinds, hint",
+    [
+        (("rm",), "train_rm.py makes it"),
+        (("ppo", "sft"), "train_ppo.py makes it"),
+        (("state",), "leave --resume out"),
+    ],
+)
 def test_a_missing_file_and_one_of_another_kind_are_refused_with_what_to_do(tmp_path, kinds, hint):
     write_file(tmp_path / "x.pt", {"kind": "best"})
-    for name, found in (("none.pt", "not found"), ("x.pt", f"holds 'best', not {' or '.join(kinds)!r}")):
+    for name, found in (
+        ("none.pt", "not found"),
+        ("x.pt", f"holds 'best', not {' or '.join(kinds)!r}"),
+    ):
         with pytest.raises(UserError) as error:
             read_file(tmp_path / name, kinds)
         assert str(error.value) == f"{tmp_path / name}: {found}; {hint}"

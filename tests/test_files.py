@@ -9,11 +9,17 @@ from plumbing import files
 from plumbing.settings import UserError
 
 
-CONTENTS = {"text": "é\n", "bytes": "é\n".encode(), "function": lambda file: file.write("é\n".encode())}
+CONTENTS = {
+    "text": "é\n",
+    "bytes": "é\n".encode(),
+    "function": lambda file: file.write("é\n".encode()),
+}
 
 
 @pytest.mark.parametrize("contents", CONTENTS.values(), ids=CONTENTS)
-def test_a_file_is_written_whole_beside_its_place_by_one_process_alone(tmp_path, monkeypatch, contents):
+def test_a_file_is_written_whole_beside_its_place_by_one_process_alone(
+    tmp_path, monkeypatch, contents
+):
     path, replace, synced, names = tmp_path / "new" / "folder" / "x", os.replace, [], []
 
     def watched(beside, goal):
@@ -23,16 +29,23 @@ def test_a_file_is_written_whole_beside_its_place_by_one_process_alone(tmp_path,
         replace(beside, goal)
 
     monkeypatch.setattr(os, "replace", watched)
-    monkeypatch.setattr(os, "fsync", lambda number: synced.append((os.fstat(number)[1], os.fstat(number)[6])))
+    monkeypatch.setattr(
+        os, "fsync", lambda number: synced.append((os.fstat(number)[1], os.fstat(number)[6]))
+    )
     for process in (1, 2):
         monkeypatch.setattr(os, "getpid", lambda process=process: process)
         synced.clear()
         files.write_file(str(path), contents)
         assert path.read_text(encoding="utf-8") == "é\n" and os.listdir(path.parent) == ["x"]
-    assert len(set(names)) == 2 and all(os.path.basename(name).startswith(".") and name.endswith(".tmp") for name in names)
+    assert len(set(names)) == 2 and all(
+        os.path.basename(name).startswith(".") and name.endswith(".tmp") for name in names
+    )
 
 
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("No space left on device\nat 0x1")])
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "No space left on device"), RuntimeError("No space left on device\nat 0x1")],
+)
 @pytest.mark.parametrize("tidy", [False, True])
 def test_a_file_that_cannot_be_written_leaves_the_old_one_as_it_was(tmp_path, error, tidy):
     def full_disk(file):
@@ -66,7 +79,10 @@ def test_the_reason_of_an_error_is_what_the_system_said_or_else_its_first_line()
             raise PermissionError(13, "Permission denied")
     except PermissionError as error:
         assert files.reason(error) == "Permission denied"
-    assert files.reason(RuntimeError()) == "" and files.reason(OSError("its own words\nand more")) == "its own words"
+    assert (
+        files.reason(RuntimeError()) == ""
+        and files.reason(OSError("its own words\nand more")) == "its own words"
+    )
 
 
 def test_a_log_is_read_without_the_lines_that_are_none(tmp_path):
@@ -76,5 +92,7 @@ def test_a_log_is_read_without_the_lines_that_are_none(tmp_path):
     no_rows += ['{"step": true}', '{"step": "4"}', '{"step": null}']
     path = tmp_path / "log.jsonl"
     assert files.read_log(path) == []
-    path.write_bytes("\n".join([first, *no_rows, *others, '{"step": 5, "lo']).encode() + b"\n\xff{}")
+    path.write_bytes(
+        "\n".join([first, *no_rows, *others, '{"step": 5, "lo']).encode() + b"\n\xff{}"
+    )
     assert files.read_log(str(path)) == rows

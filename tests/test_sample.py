@@ -1,4 +1,4 @@
-"""The specification of what sample.py takes for a prompt. Run: python -m pytest tests/test_sample.py"""
+"""What sample.py takes for a prompt. Run: python -m pytest tests/test_sample.py"""
 
 import subprocess
 
@@ -28,5 +28,7 @@ def test_the_sampler_takes_all_of_the_standard_input_for_one_prompt_if_told_to(p
 
 def test_a_sampler_without_a_prompt_and_a_standard_input_ends(policy):
     words = ["sh", "-c", '"$@" <&-', "-", *command("sample.py", policy)]
-    done = subprocess.run(words, cwd=ROOT, env=ONE_THREAD, capture_output=True, encoding="utf-8", timeout=120)
+    done = subprocess.run(
+        words, cwd=ROOT, env=ONE_THREAD, capture_output=True, encoding="utf-8", timeout=120
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

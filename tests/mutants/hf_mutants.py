@@ -1,6 +1,6 @@
-"""Bugs of files: of the bridge to the Hugging Face format, of checkpoints, and of how a file is written and a log is read.
+"""Bugs of the bridge to the Hugging Face format, of checkpoints, and of how files are written and read.
 
-Mutant is explained in catalogue.py.
+catalogue.py explains what a Mutant holds.
 """
 
 from catalogue import Mutant
@@ -11,7 +11,7 @@ HF_MUTANTS = [
     Mutant(
         "square layers not transposed",
         [("if i > 1 and a.dim() == 2", "if a.shape != b.shape")],
-        "common in converters of GPT-2, whose Conv1D keeps its weights transposed: the shapes show it for all layers but one",
+        "common in converters of GPT-2, which is transposed: the shapes show it in all layers but one",
         "the output layer of every attention is mirrored, and nothing says so",
         HF + "an_imported_gpt2_gives_the_logits_and_ids_of_transformers",
         "plumbing/hf.py",
@@ -26,7 +26,12 @@ HF_MUTANTS = [
     ),
     Mutant(
         "weights that are missing are drawn at random",
-        [("for kind, names in info.items() for name in names]", 'for kind in info for name in info["unexpected_keys"]]')],
+        [
+            (
+                "for kind, names in info.items() for name in names]",
+                'for kind in info for name in info["unexpected_keys"]]',
+            )
+        ],
         "from_pretrained(), which only warns",
         "a part of the model is noise",
         HF + "what_is_no_gpt2_is_refused_and_named",
@@ -34,7 +39,12 @@ HF_MUTANTS = [
     ),
     Mutant(
         "a head of its own is dropped",
-        [("if not torch.equal(theirs.lm_head.weight, theirs.transformer.wte.weight):", "if False:")],
+        [
+            (
+                "if not torch.equal(theirs.lm_head.weight, theirs.transformer.wte.weight):",
+                "if False:",
+            )
+        ],
         "tied weights taken for granted",
         "the logits are those of another model",
         HF + "what_is_no_gpt2_is_refused_and_named",
@@ -51,7 +61,7 @@ HF_MUTANTS = [
     Mutant(
         "padding with the end token",
         [('special["pad_token"] = "<|pad|>"', 'special["pad_token"] = END')],
-        "common: pad = eos; a classifier of transformers looks for the last token that is no padding",
+        "common: pad = eos; transformers' classifiers read at the last token that is no padding",
         "the score of a padded row is read behind its end",
         HF + "an_exported_reward_model_gives_our_scores_of_texts_alone_or_padded",
         "plumbing/hf.py",
@@ -120,4 +130,4 @@ HF_MUTANTS = [
         FILES + "a_log_is_read_without_the_lines_that_are_none",
         "plumbing/files.py",
     ),
-]  # fmt: skip
+]

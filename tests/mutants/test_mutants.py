@@ -1,9 +1,10 @@
-"""Put each bug of catalogue.py and of *_mutants.py back, one at a time, and demand that the test named there fails.
+"""Put each bug of catalogue.py and *_mutants.py back, one at a time; the test named there must fail.
 
 Run: make mutants
 
-Each mutant is a copy of the project in a temporary folder. Its test runs in a fork of this process, which has imported torch
-already but nothing of the project; that takes a second where a new interpreter would take three.
+Each mutant is a copy of the project in a temporary folder. Its test runs in a fork of this process,
+which has imported torch already but nothing of the project; that takes a second where a new
+interpreter would take three.
 """
 
 import importlib
@@ -17,7 +18,14 @@ import torch
 from catalogue import MUTANTS
 
 ROOT = Path(__file__).parents[2]
-SOURCES = [*(path.name for path in ROOT.glob("*.py")), "pyproject.toml", "plumbing", "variations", "bench", "tests"]
+SOURCES = [
+    *(path.name for path in ROOT.glob("*.py")),
+    "pyproject.toml",
+    "plumbing",
+    "variations",
+    "bench",
+    "tests",
+]
 os.environ["OMP_NUM_THREADS"] = "1"
 for path in sorted({*Path(__file__).parent.glob("*_mutants.py")} - {Path(__file__)}):
     # hf_mutants.py holds HF_MUTANTS, and so on.
@@ -47,8 +55,19 @@ def run_in_fork(folder, test, log):
         os.dup2(file, 2)
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
         os.chdir(folder)
-        sys.path[:] = [str(folder), *(path for path in sys.path if not path.startswith(str(ROOT / "tests")) and path != str(ROOT))]
-        os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-c", "pyproject.toml", f"tests/{test}"]))
+        sys.path[:] = [
+            str(folder),
+            *(
+                path
+                for path in sys.path
+                if not path.startswith(str(ROOT / "tests")) and path != str(ROOT)
+            ),
+        ]
+        os._exit(
+            pytest.main(
+                ["-x", "-q", "-p", "no:cacheprovider", "-c", "pyproject.toml", f"tests/{test}"]
+            )
+        )
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
@@ -61,8 +80,13 @@ def test_the_bug_is_caught(mutant, tmp_path, capsys):
     status = run_in_fork(tmp_path, mutant.killer, tmp_path / "log.txt")
     log = (tmp_path / "log.txt").read_text(errors="replace")
     with capsys.disabled():
-        print(f"\n{mutant.name}\n    seen    {mutant.where}\n    effect  {mutant.effect}\n    killed  {mutant.killer}", end=" ")
-    assert status == 1, f"{mutant.killer} ended with {status} where 1, a failed test, was due:\n{log[-3000:]}"
+        print(
+            f"\n{mutant.name}\n    seen    {mutant.where}\n    effect  {mutant.effect}\n    killed  {mutant.killer}",
+            end=" ",
+        )
+    assert status == 1, (
+        f"{mutant.killer} ended with {status} where 1, a failed test, was due:\n{log[-3000:]}"
+    )
 
 
 def test_every_mutant_has_a_name_of_its_own_and_there_are_enough():
