@@ -64,8 +64,8 @@ def read_vocabulary(source, theirs, size):
     if wrong or sorted(ids.values()) != [*range(size)]:
         rule = f"have {size} tokens, as its weights: 256 bytes, what each merge makes, and {END}"
         found = f"it has {len(ids)}, with ids up to {max(ids.values())}"
-        wrong = wrong and f"; missing or unknown: {wrong}"
-        raise UserError(f"{source}: its vocabulary should {rule}; {found}{wrong}")
+        wrong = f"missing or unknown: {wrong or 'none'}"
+        raise UserError(f"{source}: its vocabulary should {rule}; {found}; {wrong}")
     byte_of = {character: byte for byte, character in CHARACTERS.items()}
     tokens = [bytes(byte_of[character] for character in word) for word in words[:-1]]
     ours, ids = Tokenizer(tokens), [ids[word] for word in words]

@@ -102,9 +102,14 @@ def test_a_truncated_checkpoint_and_one_with_other_contents_are_refused(tmp_path
             load_checkpoint(path, ("sft",))
 
 
-@pytest.mark.parametrize("kinds, hint", [
-    (("rm",), "train_rm.py makes it"), (("ppo", "sft"), "train_ppo.py makes it"), (("state",), "leave --resume out"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kinds, hint",
+    [
+        (("rm",), "train_rm.py makes it"),
+        (("ppo", "sft"), "train_ppo.py makes it"),
+        (("state",), "leave --resume out"),
+    ],
+)
 def test_a_missing_file_and_one_of_another_kind_are_refused_with_what_to_do(tmp_path, kinds, hint):
     write_contents(tmp_path / "x.pt", {"kind": "best"})
     for name, found in (

@@ -17,7 +17,7 @@ CONTENTS = {
 
 
 @pytest.mark.parametrize("contents", CONTENTS.values(), ids=CONTENTS)
-def test_a_file_is_written_through_a_whole_one_beside_it_that_no_other_process_writes(
+def test_a_file_is_written_whole_beside_its_place_by_one_process_alone(
     tmp_path, monkeypatch, contents
 ):
     path, replace, synced, names = tmp_path / "new" / "folder" / "x", os.replace, [], []

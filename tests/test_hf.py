@@ -1,4 +1,4 @@
-"""The specification of plumbing/hf.py. Run: python -m pytest tests/test_hf.py (needs transformers; .ci/run installs it)"""
+"""The specification of plumbing/hf.py. Run: python -m pytest tests/test_hf.py (needs transformers)"""
 
 import functools
 import json
@@ -50,7 +50,7 @@ def assert_same_logits(model, theirs, order):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A GPT-2 with random weights and a vocabulary that transformers' own tools have trained, in their format."""
+    """A GPT-2 with random weights, and a vocabulary that their own tools have trained."""
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(zoo.PROMPTS, vocab_size=320, show_progress=False)
     bpe.save_model(str(tmp_path))
@@ -62,9 +62,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
-def test_an_imported_gpt2_gives_the_logits_and_the_ids_of_transformers_whatever_the_order_of_the_ids(
-    folder, shuffled
-):
+def test_an_imported_gpt2_gives_the_logits_and_ids_of_transformers(folder, shuffled):
     new_ids = random.Random(0).sample(range(321), 321) if shuffled else range(321)
     ids = {word: new_ids[i] for word, i in json.loads((folder / "vocab.json").read_text()).items()}
     (folder / "vocab.json").write_text(json.dumps(ids))
@@ -84,7 +82,7 @@ def test_an_imported_gpt2_gives_the_logits_and_the_ids_of_transformers_whatever_
 
 
 def test_a_file_in_the_way_of_the_first_gpt2_is_read(folder):
-    """No "transformer." in the names, the causal mask as a weight, the width of the MLP in config.json."""
+    """No "transformer." in the names, the causal mask as a weight, n_inner in config.json."""
     before, _ = hf.read_gpt2(folder)
     weights = {
         name.removeprefix("transformer."): x
@@ -109,7 +107,7 @@ def trained():
 
 
 def exported(folder, kind):
-    """A checkpoint with random weights and its export into folder / "out" -> the model, its tokenizer, that folder."""
+    """A checkpoint with random weights and its export -> model, tokenizer, folder of the export."""
     model = stir(GPT(GPTConfig(400, 32, 2, heads=2, channels=16, dropout=0.25)), 0.2)
     if kind == "rm":
         model = stir(RewardModel(model), 0.1)
@@ -234,32 +232,57 @@ def resize(out, inner=None, tokens=400):
     transformers.GPT2LMHeadModel(c).save_pretrained(out)
 
 
-SHOULD = "should have 400 tokens, as its weights: 256 bytes, what each merge makes, and <|endoftext|>; it has "
+SHOULD = "should have 400 tokens, as its weights: 256 bytes, what each merge makes, "
+SHOULD += "and <|endoftext|>; it has "
 CUTS = "cuts text in another way"
 BROKEN = {  # what is done to an exported policy, and what is said of it
-    "relu": (config(activation_function="relu"), ["GPT-2 language model", "here activation_function relu"]),
+    "relu": (
+        config(activation_function="relu"),
+        ["GPT-2 language model", "here activation_function relu"],
+    ),
     "epsilon": (config(layer_norm_epsilon=1e-6), ["here layer_norm_epsilon 1e-06"]),
     "unscaled": (config(scale_attn_weights=False), ["here scale_attn_weights False"]),
-    "scaled": (config(scale_attn_by_inverse_layer_idx=True), ["here scale_attn_by_inverse_layer_idx True"]),
-    "missing": (config(n_layer=3), ["h.2.attn.c_attn.bias in missing_keys, ", "h.2.attn.c_proj.bias in missing_keys"]),
+    "scaled": (
+        config(scale_attn_by_inverse_layer_idx=True),
+        ["here scale_attn_by_inverse_layer_idx True"],
+    ),
+    "missing": (
+        config(n_layer=3),
+        ["h.2.attn.c_attn.bias in missing_keys, ", "h.2.attn.c_proj.bias in missing_keys"],
+    ),
     "unknown": (config(n_layer=1), ["h.1.attn.c_attn.weight in unexpected_keys"]),
     "size": (config(n_positions=40), ["wpe.weight", "40", "in mismatched_keys"]),
     "MLP": (lambda out: resize(out, inner=48), ["h.0.mlp.c_fc.bias", "in mismatched_keys"]),
     "head": (lambda out: separate_head(out, False), ["lm_head without the weights of wte"]),
     "tied head": (lambda out: separate_head(out, True), ["lm_head without the weights of wte"]),
-    "more weights": (lambda out: resize(out, tokens=401), ["have 401 tokens", "it has 400, with ids up to 399"]),
-    "one more": (vocabulary("model", "vocab", **{"<a>": 400}), [SHOULD + "401, with ids up to 400; missing or unknown: <a>"]),
-    "hole": (vocabulary("model", "vocab", Ġwe=400), [SHOULD + "400, with ids up to 400"]),
-    "no merges": (vocabulary("model", merges=[]), [SHOULD, "missing or unknown: "]),
+    "more weights": (
+        lambda out: resize(out, tokens=401),
+        ["have 401 tokens", "it has 400, with ids up to 399"],
+    ),
+    "one more": (
+        vocabulary("model", "vocab", **{"<a>": 400}),
+        [SHOULD + "401, with ids up to 400; missing or unknown: <a>"],
+    ),
+    "hole": (
+        vocabulary("model", "vocab", Ġwe=400),
+        [SHOULD + "400, with ids up to 400; missing or unknown: none"],
+    ),
+    "no merges": (vocabulary("model", merges=[]), [SHOULD, "missing or unknown: Do, My, Please"]),
     "merges": (reverse_merges, [CUTS]),
-    "type": (vocabulary(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}), [SHOULD]),
+    "type": (
+        vocabulary(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}),
+        [SHOULD],
+    ),
     "words": (vocabulary("pre_tokenizer", type="Whitespace"), [CUTS]),
     "space": (vocabulary("pre_tokenizer", add_prefix_space=True), [CUTS]),
     "regex": (vocabulary("pre_tokenizer", use_regex=False), [CUTS]),
     "none": (vocabulary(pre_tokenizer=None), [CUTS]),
     "normalizer": (vocabulary(normalizer={"type": "NFC"}), [CUTS]),
-    "damaged": (lambda out: (out / "config.json").write_text("{"), ["could not be read (OSError: It "]),
-}  # fmt: skip
+    "damaged": (
+        lambda out: (out / "config.json").write_text("{"),
+        ["could not be read (OSError: It "],
+    ),
+}
 
 
 @pytest.mark.parametrize("break_it, says", BROKEN.values(), ids=BROKEN)
@@ -274,7 +297,7 @@ def test_what_is_no_gpt2_is_refused_and_named(tmp_path, break_it, says):
         assert words in str(error.value)
 
 
-def test_a_reward_model_and_a_folder_without_a_model_are_no_policy_to_sample_from(tmp_path):
+def test_a_reward_model_and_an_empty_folder_are_no_policy(tmp_path):
     _, _, out = exported(tmp_path, "rm")
     done = shell(
         "sample.py", out, "a"
@@ -290,7 +313,8 @@ def test_a_reward_model_and_a_folder_without_a_model_are_no_policy_to_sample_fro
 
 
 def test_one_line_exports_and_another_samples_from_what_was_exported(tmp_path):
-    exported(tmp_path, "ppo")
+    for _ in range(2):  # the second time into a folder that is there
+        exported(tmp_path, "ppo")
     status, printed, error = run(
         "plumbing/hf.py", "export", tmp_path / "ppo.pt", tmp_path / "new" / "out"
     )
@@ -307,15 +331,18 @@ def test_one_line_exports_and_another_samples_from_what_was_exported(tmp_path):
     assert set(TEXTS[:2]) < set(done.stdout.splitlines())
 
 
-def test_an_export_into_a_file_and_other_words_than_export_checkpoint_folder_are_refused(tmp_path):
+def test_an_export_into_a_file_and_other_words_are_refused(tmp_path):
     exported(tmp_path, "ppo")
     model, file = tmp_path / "ppo.pt", tmp_path / "file"
     file.write_text("mine")
     for words, says in [
-        (["export", model, file], f"{file}: File exists"), (["export", model, file / "more"], "Not a directory"),
-        (["export", model], "export CHECKPOINT FOLDER"), (["import", model, "out"], "export CHECKPOINT FOLDER"),
-        (["export", model, "out", "more"], "export CHECKPOINT FOLDER"), (["export", file, "out"], "damaged"),
-    ]:  # fmt: skip
+        (["export", model, file], f"{file}: File exists"),
+        (["export", model, file / "more"], "Not a directory"),
+        (["export", model], "export CHECKPOINT FOLDER"),
+        (["import", model, "out"], "export CHECKPOINT FOLDER"),
+        (["export", model, "out", "more"], "export CHECKPOINT FOLDER"),
+        (["export", file, "out"], "damaged"),
+    ]:
         status, printed, error = run("plumbing/hf.py", *words)
         assert (
             (status, printed) == (2, "")

@@ -1,4 +1,4 @@
-"""The specification of what sample.py takes for a prompt. Run: python -m pytest tests/test_sample.py"""
+"""What sample.py takes for a prompt. Run: python -m pytest tests/test_sample.py"""
 
 import subprocess
 

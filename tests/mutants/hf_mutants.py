@@ -1,6 +1,6 @@
-"""Bugs of files: of the bridge to the Hugging Face format, of checkpoints, and of how a file is written and a log is read.
+"""Bugs of the bridge to the Hugging Face format, of checkpoints, and of how files are written and read.
 
-Mutant is explained in catalogue.py.
+catalogue.py explains what a Mutant holds.
 """
 
 from catalogue import Mutant
@@ -11,9 +11,9 @@ HF_MUTANTS = [
     Mutant(
         "square layers not transposed",
         [("if i > 1 and a.dim() == 2", "if a.shape != b.shape")],
-        "common in converters of GPT-2, whose Conv1D keeps its weights transposed: the shapes show it for all layers but one",
+        "common in converters of GPT-2, which is transposed: the shapes show it in all layers but one",
         "the output layer of every attention is mirrored, and nothing says so",
-        HF + "an_imported_gpt2_gives_the_logits_and_the_ids_of_transformers_whatever_the_order_of_the_ids",
+        HF + "an_imported_gpt2_gives_the_logits_and_ids_of_transformers",
         "plumbing/hf.py",
     ),
     Mutant(
@@ -21,12 +21,17 @@ HF_MUTANTS = [
         [("weight.data.copy_(weight[ids])", "weight.data.copy_(weight)")],
         "a vocabulary whose special tokens come first, read by code that puts them last",
         "every word has the embedding of another word",
-        HF + "an_imported_gpt2_gives_the_logits_and_the_ids_of_transformers_whatever_the_order_of_the_ids",
+        HF + "an_imported_gpt2_gives_the_logits_and_ids_of_transformers",
         "plumbing/hf.py",
     ),
     Mutant(
         "weights that are missing are drawn at random",
-        [("for kind, names in info.items() for name in names]", 'for kind in info for name in info["unexpected_keys"]]')],
+        [
+            (
+                "for kind, names in info.items() for name in names]",
+                'for kind in info for name in info["unexpected_keys"]]',
+            )
+        ],
         "from_pretrained(), which only warns",
         "a part of the model is noise",
         HF + "what_is_no_gpt2_is_refused_and_named",
@@ -34,7 +39,12 @@ HF_MUTANTS = [
     ),
     Mutant(
         "a head of its own is dropped",
-        [("if not torch.equal(theirs.lm_head.weight, theirs.transformer.wte.weight):", "if False:")],
+        [
+            (
+                "if not torch.equal(theirs.lm_head.weight, theirs.transformer.wte.weight):",
+                "if False:",
+            )
+        ],
         "tied weights taken for granted",
         "the logits are those of another model",
         HF + "what_is_no_gpt2_is_refused_and_named",
@@ -51,7 +61,7 @@ HF_MUTANTS = [
     Mutant(
         "padding with the end token",
         [('special["pad_token"] = "<|pad|>"', 'special["pad_token"] = END')],
-        "common: pad = eos; a classifier of transformers looks for the last token that is no padding",
+        "common: pad = eos; transformers' classifiers read at the last token that is no padding",
         "the score of a padded row is read behind its end",
         HF + "an_exported_reward_model_gives_our_scores_of_texts_alone_or_padded",
         "plumbing/hf.py",
@@ -101,7 +111,7 @@ HF_MUTANTS = [
         [("            os.fsync(file.fileno())\n", "")],
         "programs that wrote their settings on ext4, 2009: empty files after a power failure",
         "the new version is empty, and the old one is gone",
-        FILES + "a_file_is_written_through_a_whole_one_beside_it_that_no_other_process_writes",
+        FILES + "a_file_is_written_whole_beside_its_place_by_one_process_alone",
         "plumbing/files.py",
     ),
     Mutant(
@@ -109,7 +119,7 @@ HF_MUTANTS = [
         [(".{os.getpid()}.tmp", ".tmp")],
         "common",
         "two runs that save at the same moment make one file of both",
-        FILES + "a_file_is_written_through_a_whole_one_beside_it_that_no_other_process_writes",
+        FILES + "a_file_is_written_whole_beside_its_place_by_one_process_alone",
         "plumbing/files.py",
     ),
     Mutant(
@@ -120,4 +130,4 @@ HF_MUTANTS = [
         FILES + "a_log_is_read_without_the_lines_that_are_none",
         "plumbing/files.py",
     ),
-]  # fmt: skip
+]
