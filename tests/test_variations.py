@@ -277,10 +277,10 @@ def penalised(x):
 
 GSPO = sequence_credit, partial(sequence_loss, mean=True)
 PAPER = {  # credit, loss_of; and of one response the terms of the mean
-    "reinforce": (*reinforced("to_go", False), lambda x: -x.ratio * x.A),
+    "reinforce": (reinforce_credit, reinforce_loss, lambda x: -x.ratio * x.A),
     "less value": (*reinforced("total", True), lambda x: -x.ratio * x.A + 0.5 * half_square(x)),
     "rloo": (*RLOO, lambda x: -clipped(x)),
-    "grpo": (*grouped(), lambda x: grpo_terms(x).mean()),
+    "grpo": (grouped()[0], grpo.grpo_loss, lambda x: grpo_terms(x).mean()),
     "no length": (*grouped(True, True), grpo_terms),
     "one action": (sequence_credit, sequence_loss, lambda x: one_action(x, 1)),
     "gspo": (*GSPO, lambda x: one_action(x, 1 / len(x.A))),
@@ -389,15 +389,20 @@ def test_what_the_log_and_the_table_read_of_a_credit():
         assert_equal(found["returns"], to_go)  # what the values learn, whatever the advantages are
         returns = rewards.sum(1, keepdim=True) * mask if credit == "total" else to_go
         assert_equal(found["advantages"], returns - baseline * batch["old_values"])
+    assert_equal(reinforce_credit(batch, task.config, 0.3)["advantages"], to_go)
     found = RLOO[0](batch, task.config, 0.3)
-    assert_equal(found["advantages"], found["whitened"] * mask)
-    assert found["advantages"].isfinite().all()
     assert_equal(found["returns"], rewards.sum(1, keepdim=True) * mask)
+    whole = rewards.sum(1)
+    assert_equal(found["advantages"], f64([[1.0], [-1.0]]) * (whole[0] - whole[1]) * mask)
+    sign = (task.scores[4] - task.scores[9]).sign()
+    found = grpo.grpo_credit(batch, task.config, 0.3, k=2)
+    assert_equal(found["advantages"], f64([[1.0], [-1.0]]) * sign * mask)
 
 
 def test_the_penalty_is_doubled_or_halved_beyond_one_and_a_half_times_its_target():
     for d, c in ((0.0, 1), (0.0066, 1), (0.007, 2), (0.0149, 2), (0.0151, 4), (9.0, 4)):
         assert adapt_penalty(2.0, d, 0.01) == c
+    assert PenaltyLoss() == PenaltyLoss(1.0, 0.01)
     assert adapt_penalty(0.015, 0.0, 0.01) == 0.01 and adapt_penalty(70.0, 9.0, 0.01) == 100
 
 
