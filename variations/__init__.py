@@ -55,7 +55,7 @@ def refuse_flags(*names):
 
 
 def run_python(*words):
-    """Python with these words, for instance a script and its flags, in a process of its own."""
+    """python script flags ..., in a process of its own."""
     status = subprocess.run([sys.executable, *map(str, words)]).returncode
     if status:
         raise UserError(f"{words[0]} ended with status {status}; it says why above")

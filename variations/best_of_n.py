@@ -10,9 +10,9 @@ with n samples as the expert. There is no value function, no advantage, no ratio
     loss = - mean of log pi over the tokens of the best          the loss of SFT, on one in n
 
 The best of n has a distribution of its own, p_n(y): the probability that y is among the n and none
-of the others is better. The expected step is minus the gradient of KL(p_n || pi), where p_n counts
-as fixed, although it was made from pi (tests/test_variations.py, to 1e-9). So the step depends on
-which response is best, and not on by how much.
+is better. The expected step is minus the gradient of KL(p_n || pi), with p_n as fixed, although it
+was made from pi (tests/test_variations.py, to 1e-9). So it matters which response is best, and not
+by how much.
 """
 
 import sys

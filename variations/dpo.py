@@ -16,7 +16,7 @@ same x. So put this r into it, and train pi on the pairs (chosen, rejected). The
     IPO = (h - 1 / (2 beta))^2            Azar et al., arXiv:2310.12036, eq. 17: h has a target
 
 This r is not divided by its standard deviation, as scores are: the same --kl_coef is another price.
-rm.pt, and the responses that are sampled all the same, only show in log and report how it goes.
+The loss needs neither rm.pt nor samples. Both are only for the log and the report.
 """
 
 from dataclasses import dataclass
@@ -61,7 +61,7 @@ def pair_loss(policy, batch, config, ref, ipo=False):
 @dataclass
 class DPOConfig:
     ipo: bool = False  # the loss of IPO instead
-    samples: int = 32  # responses sampled in an iteration, for the log alone [1, inf]
+    samples: int = 32  # responses per iteration, for the log [1, inf]
 
 
 def main():
@@ -72,7 +72,7 @@ def main():
     run, config, stage = read_flags(__doc__, *defaults)
     check_settings(config, stage)
     if not config.kl_coef:
-        raise UserError("--kl_coef 0: at this price DPO learns nothing; give a larger one")
+        raise UserError("--kl_coef 0: DPO would learn nothing; give a larger one")
     prepare(run)
     models = load_models(stage.models, run.device, stage.reward, stage.policy, stage.reference)
     policy, ref, tokenizer = models.policy.eval(), models.reference, models.tokenizer

@@ -9,8 +9,8 @@ other places (Coste et al., arXiv:2310.02743). Only the score differs from PPO:
     variations.ensemble:mean       1/m * sum of r_i(x, y)    an error counts for an m-th
     variations.ensemble:minimum    min of r_i(x, y)          high only where all agree
 
-All start from one SFT model and may share its errors (Eisenstein et al., arXiv:2312.09244). They
-are read from the folder that the environment variable ENSEMBLE names, or from out/ensemble.
+All start from one SFT model and may share its errors (Eisenstein et al., arXiv:2312.09244). The
+environment variable ENSEMBLE names their folder, if it is another than out/ensemble.
 """
 
 import functools

@@ -20,11 +20,9 @@ from train_ppo import StageConfig
 from variations import refuse_flags, take_flags
 from variations.grpo import UNREAD, GRPOConfig
 
-HERE_ALONE = (  # what TRL does not read, or reads by another name
-    *("ref_update_every", "policy", "reference", "reward", "length_penalty"),
-    *("dtype", "micro_batch", "grad_checkpoint", "resume", "overwrite", "save_every"),
-    *("tensorboard",),
-)
+# What TRL does not read, or reads by another name
+HERE_ALONE = """ref_update_every policy reference reward length_penalty dtype micro_batch
+    grad_checkpoint resume overwrite save_every tensorboard""".split()
 
 
 def train_grpo(run, config, stage, flags, prompts, tokenizer, processes):

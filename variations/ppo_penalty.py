@@ -10,9 +10,8 @@ update but the first, the coefficient c follows d, the KL from old to pi in the 
                                                     d > target * 1.5: c = min(c * 2, 100)
 
 The bounds are ours: Adam's steps are about as long whatever c is, so c could run away. The KL is
-estimated by k3 with q = pi / old. The mean of k3 is the KL, and the mean of its gradient is that of
-the KL: E_old[grad q] = grad sum_a pi(a) = 0. d is measured on the last minibatch of the update,
-before the step on it.
+estimated by k3 with q = pi / old. On average k3 is the KL, and its gradient that of the KL, because
+E_old[grad q] = grad sum_a pi(a) = 0. d is measured on the last minibatch, before the step on it.
 """
 
 import math

@@ -9,10 +9,9 @@ prompt instead, and compares each with the mean of the others:
 
 (Ahmadian et al., arXiv:2402.14740; Kool et al., 2019, "Buy 4 REINFORCE samples, get a baseline for
 free!") The others know nothing of response i, so the expected step is the gradient of J
-(tests/test_variations.py, to 1e-9). All tokens of a response have the same advantage: which of them
-deserve it shows only on average over many responses. It is not whitened. The paper leaves the clip
-out, because it hardly acts in the two steps taken there per batch. Here --clip_eps stays: there are
-as many steps as in PPO.
+(tests/test_variations.py, to 1e-9). All tokens of a response have the same advantage, which is not
+whitened: which of them deserve it shows only on average over many responses. The paper leaves the
+clip out, because it hardly acts in its two steps per batch. Here it stays, for PPO's four.
 """
 
 import sys
