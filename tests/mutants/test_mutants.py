@@ -1,4 +1,4 @@
-"""Put each bug of catalogue.py back, one at a time, and demand that the test named there fails. Run: make mutants
+"""Put each bug of catalogue.py and script_mutants.py back, one at a time, and demand that the test named there fails. Run: make mutants
 
 Each mutant is a copy of the project in a temporary folder. Its test runs in a fork of this process, which has imported torch
 already but nothing of the project; that takes a second where a new interpreter would take three.
@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 from catalogue import MUTANTS
+from script_mutants import SCRIPT_MUTANTS
 
+MUTANTS = [*MUTANTS, *SCRIPT_MUTANTS]
 ROOT = Path(__file__).parents[2]
 SOURCES = [*(path.name for path in ROOT.glob("*.py")), "pyproject.toml", "plumbing", "variations", "bench", "tests"]
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -24,7 +26,8 @@ def mutate(mutant, folder):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, folder / name)
     (folder / "data").mkdir()
-    shutil.copy(ROOT / "data" / "zoo.py", folder / "data")
+    for path in (ROOT / "data").glob("*.*"):  # not the folders of data that scripts have made there
+        shutil.copy(path, folder / "data")
     source = (folder / mutant.file).read_text(encoding="utf-8")
     for right, wrong in mutant.changes:
         assert source.count(right) == 1, f"{right!r} should occur once in {mutant.file}"
