@@ -151,8 +151,8 @@ def write_data(folder, judge=False):
 
     rng = random.Random(0)
     short = [x for x in sorted(zoo.PROMPTS) if len(x) < 30]
-    prompts, texts = rng.sample(short, 40), {}
-    for split, some in (("train", prompts[:32]), ("val", prompts[24:])):
+    prompts, texts = rng.sample(short, 24), {}
+    for split, some in (("train", prompts[:20]), ("val", prompts[14:])):
         crowd = {x: zoo.crowd(x) for x in some}
         asked = {x: rng.sample(sorted(crowd[x], key=len)[:30], 2) for x in some}
         texts[f"sft_{split}"] = [(x, y) for x in some for y in asked[x][:1]]

@@ -3,6 +3,7 @@
 from catalogue import Mutant
 
 SCRIPTS, STATE = "test_scripts.py::test_", "test_state.py::test_"
+WATCH = "test_watch.py::test_"
 TEXT, REPORT, REFUSALS = "test_text.py::test_", "test_report.py::test_", "test_refusals.py::test_"
 GOES_ON = SCRIPTS + "a_run_stopped_in_any_step_ends_as_if_it_had_not_been"
 PPO_IS, FIT_IS = (
@@ -78,9 +79,9 @@ SCRIPT_MUTANTS = [
         "train_rm.py",
     ),
     Mutant(
-        "the scale of the scores from one answer each",
-        [("model.std.copy_(scores.std()", "model.std.copy_(scores.std() ** 2")],
-        "variance taken for standard deviation",
+        "the variance for the standard deviation",
+        [("scores.std().clamp(", "scores.var().clamp(")],
+        "common",
         "beta means something else for every reward model",
         SCRIPTS + "the_scores_of_answers_to_prompts_spread_over_all_get_mean_0_and_spread_1",
         "train_rm.py",
@@ -144,7 +145,7 @@ SCRIPT_MUTANTS = [
         [('off.max() if dtype == "float32" else off.mean()', "off.mean()")],
         "tolerances made for bfloat16",
         "one response in a hundred sampled by another model goes unnoticed",
-        SCRIPTS + "a_single_response_whose_sampler_or_reference_is_off_is_refused",
+        WATCH + "a_single_response_whose_sampler_or_reference_is_off_is_refused",
         "plumbing/watch.py",
     ),
     Mutant(
@@ -152,7 +153,7 @@ SCRIPT_MUTANTS = [
         [("if not off <= tolerance:", "if off > tolerance:")],
         "comparisons with NaN",
         "a run of NaN for hours",
-        SCRIPTS + "a_single_response_whose_sampler_or_reference_is_off_is_refused",
+        WATCH + "a_single_response_whose_sampler_or_reference_is_off_is_refused",
         "plumbing/watch.py",
     ),
     Mutant(
@@ -160,7 +161,7 @@ SCRIPT_MUTANTS = [
         [("len(prompt) + longest > context", "len(prompt) + longest >= context")],
         "off by one",
         "prompts that fit are complained of",
-        SCRIPTS + "prompts_without_room_and_another_length_of_answers_are_warned_of",
+        WATCH + "prompts_without_room_and_another_length_of_answers_are_warned_of",
         "plumbing/watch.py",
     ),
     Mutant(
