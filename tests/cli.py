@@ -151,8 +151,8 @@ def write_data(folder, judge=False):
 
     rng = random.Random(0)
     short = [x for x in sorted(zoo.PROMPTS) if len(x) < 30]
-    prompts, texts = rng.sample(short, 40), {}
-    for split, some in (("train", prompts[:32]), ("val", prompts[24:])):
+    prompts, texts = rng.sample(short, 24), {}
+    for split, some in (("train", prompts[:20]), ("val", prompts[14:])):
         crowd = {x: zoo.crowd(x) for x in some}
         asked = {x: rng.sample(sorted(crowd[x], key=len)[:30], 2) for x in some}
         texts[f"sft_{split}"] = [(x, y) for x in some for y in asked[x][:1]]
@@ -181,7 +181,8 @@ def write_models(folder):
     torch.manual_seed(1)
     texts = [json.loads(x)["prompt"] for x in open(folder / "data" / "prompts_train.jsonl")]
     tokenizer = Tokenizer.train(texts, 300)
-    sft = stir(GPT(GPTConfig(tokenizer.vocab_size, 48, layers=2, heads=2, channels=16)), 0.1)
+    shape = GPTConfig(tokenizer.vocab_size, 48, layers=2, heads=2, channels=16, dropout=0.1)
+    sft = stir(GPT(shape), 0.1)
     with torch.no_grad():
         sft.trunk.norm.bias[0], sft.lm_head.weight[tokenizer.eos, 0] = 5.0, 0.6
     model = stir(RewardModel(sft), 0.1)

@@ -110,9 +110,15 @@ def interrupted(kind, *more):
 
 
 def foreign(name, kind):
-    """A model with another vocabulary."""
-    model = GPT(GPTConfig(257, 48, 1, 2, 16))
-    return lambda folder: save_checkpoint(folder / name, kind, model, Tokenizer.train([], 257))
+    """A model of the same size, with another vocabulary."""
+
+    def spoil(folder):
+        model, tokenizer, facts = load_checkpoint(folder / "sft.pt", ["sft"])
+        save_checkpoint(
+            folder / name, kind, model, Tokenizer([*tokenizer.tokens[:-1], b"\0\0"]), **facts
+        )
+
+    return spoil
 
 
 def smaller(name, kind):
