@@ -31,14 +31,18 @@ from tiny import (
 
 
 def random_tree(seed):
-    """Rows that grow from each other's beginnings, in random order, some of them twice -> tokens
-    (B, T) with junk in the padding, lengths (B,), a mask (B, T-1) of responses."""
+    """Rows that grow from each other's beginnings, in random order, some of them twice; for every
+    fourth seed two long rows that share one token, which is too little to save -> tokens (B, T)
+    with junk in the padding, lengths (B,), a mask (B, T-1) of responses."""
     rng, rows = random.Random(seed), [[1]]
     for _ in range(rng.randint(2, 12)):
         stem = rng.choice(rows)
         row = stem[: rng.randint(0, len(stem))] + rng.choices(range(3), k=rng.randint(1, 4))
         rows.append(row[:12])
     rows = [row + [2] for row in rows + rng.choices(rows, k=3)]
+    if seed % 4 == 0:
+        rows = [[1, 2, *rng.choices(range(3), k=n)] for n in (13, 12)]
+        rows[1][1] = 0
     rng.shuffle(rows)
     tokens, lengths = pad(rows)
     padding = torch.arange(tokens.shape[1]) >= lengths[:, None]
@@ -63,8 +67,6 @@ def both_ways(function, **options):
 @pytest.mark.parametrize("seed", range(20))
 def test_packing_changes_no_number_and_no_gradient(seed, separate_critic, recompute):
     model, (tokens, lengths, mask) = tiny_gpt(separate_critic=separate_critic), random_tree(seed)
-    if seed % 4 == 0:  # so little is saved that the grid stays as it is
-        tokens, mask, lengths = tokens[:1], mask[:1], lengths[:1]
     scorer, factors = tiny_reward_model(), noise(3, *mask.shape)
 
     def compute():
@@ -93,13 +95,11 @@ def test_hidden_states_can_be_read_with_several_masks_and_with_any_index():
     trunk, (tokens, _, mask) = tiny_gpt().trunk, random_tree(3)
     first, second = mask.clone(), mask.roll(1, 0)
     states = tokens[:, :-1]
-    indices = [first, second, first, (slice(None), 0), torch.tensor([1, 0]), first[:, 0]]
+    indices = [first, second, first, 0 * states, torch.tensor([1, 0]), first[:, 0]]
     hidden, packed = both_ways(lambda: trunk(states))
     for index in indices:
-        assert_equal(
-            packed[index] if torch.is_tensor(index) else packed.whole()[index], hidden[index]
-        )
-    assert_equal(torch.nn.functional.relu(input=hidden), torch.relu(packed))
+        assert_equal(packed[index], hidden[index])
+    assert_equal(torch.relu(packed), torch.relu(hidden))
 
 
 def computed_tokens(model, function):
@@ -124,24 +124,10 @@ def test_what_rows_share_is_computed_once_and_what_nobody_reads_never(seed):
     beginnings = {tuple(row[: t + 1]) for (row, _), n in zip(rows, last) for t in range(n + 1)}
     read = {tuple(row[: t + 1]) for row, inside in rows for t in inside.nonzero().flatten()}
     whole = len(beginnings) > 0.9 * len(rows) * (max(last) + 1)
+    assert whole == (seed % 4 == 0)
     everything = len(rows) * (max(last) + 1), int(mask.sum())
     seen = computed_tokens(policy, lambda: evaluate_actions(policy, tokens, mask))
     assert seen == list(everything if whole else (len(beginnings), len(read)))
-
-
-def test_the_example_at_the_top_of_the_file():
-    tokens, lengths = pad([[10, 11, 12, 13], [10, 11, 14, 15], [10, 16]])
-    packing = fast.Packing(tokens, torch.arange(4) < lengths[:, None])
-    assert sorted(zip(packing.columns.tolist(), packing.ids.tolist())) == [
-        (0, 10),
-        (1, 11),
-        (1, 16),
-        (2, 12),
-        (2, 14),
-        (3, 13),
-        (3, 15),
-    ]
-    assert sorted(packing.places.tolist()) == [0, 1, 2, 3, 6, 7, 9]  # of "new" in the grid
 
 
 def test_dropout_drops_in_training_only():
@@ -237,8 +223,8 @@ def test_a_draw_takes_the_token_in_whose_piece_the_random_number_falls(monkeypat
 def test_tokens_are_drawn_as_often_as_their_probabilities_say():
     fast.install()
     policy, n = tiny_gpt(), 4000
-    tokens, *_ = fast.generate(policy, [[1, 2]] * n, 1, 0.7)
-    p = (policy(torch.tensor([[1, 2]]))[0][0, -1] / 0.7).softmax(-1).detach()
+    tokens, *_ = fast.generate(policy, [[1, 2]] * n, 1)
+    p = policy(torch.tensor([[1, 2]]))[0][0, -1].softmax(-1).detach()
     counts = torch.bincount(tokens[:, 2], minlength=EOS + 1)
     assert ((counts - n * p) ** 2 / (n * p)).sum() < 35  # 10 degrees of freedom: once in 8,000
 

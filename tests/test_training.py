@@ -162,11 +162,18 @@ def test_the_loss_its_gradient_and_its_stats_are_the_same_in_pieces(seed, loss_o
     config = PPOConfig(entropy_coef=0.1, kl_loss_coef=0.3, vf_coef=0.5)
     policy, batch = tiny_gpt(), random_batch(seed)
     batch |= minippo.credit(batch, config, 0.1)
-    seen = []
+    rows, seen = [], []
+
+    def watched(policy, piece, config):
+        rows.append(len(piece["scores"]))
+        return loss_of(policy, piece, config)
+
     for size in (0, 1, 2, 4, 100):
         policy.zero_grad()
-        loss, stats = loss_in_pieces(loss_of, size)(policy, batch, config)
+        loss, stats = loss_in_pieces(watched, size)(policy, batch, config)
         loss.backward()
+        assert sum(rows) == len(batch["scores"]) and max(rows) <= (size or 100)
+        rows.clear()
         stats.pop("least", None)  # a square: no mean over rows
         seen.append((loss.item(), gradients(policy).clone(), stats))
     for loss, gradient, stats in seen[1:]:
@@ -229,7 +236,8 @@ def test_a_rollout_in_pieces_is_one_rollout(monkeypatch, size, sizes, second_sco
     monkeypatch.setattr(fast, "generate", coarse)
     whole = minippo.rollout(policy, ref, score, prompts, config, coarse)
     seen.clear()
-    batch = rollout_in_pieces(size, second_scoring)(policy, ref, score, prompts, config)
+    options = {"second_scoring": True} if second_scoring else {}
+    batch = rollout_in_pieces(size, **options)(policy, ref, score, prompts, config)
     assert seen == sizes and batch.keys() == whole.keys()
     for name, x in whole.items():
         off = 0.01 * (second_scoring and name in ("old_logprobs", "old_values"))

@@ -57,7 +57,7 @@ MUTANTS = [
         [("is_causal=True", "is_causal=False")],
         "common when is_causal and attn_mask are mixed up",
         "the loss falls to nothing in training, and samples are noise",
-        UNIT + "changing_a_token_changes_no_output_before_it",
+        UNIT + "the_network_is_a_gpt_2_with_a_value_head",
     ),
     Mutant(
         "score read at the last column",
@@ -199,7 +199,7 @@ MUTANTS = [
         [("(token != policy.config.eos) & (lengths", "(lengths")],
         "trl FAQ and #235: eos ignored in generate()",
         "the score is read after text that nobody meant to be part of the answer",
-        UNIT + "a_response_stops_at_the_end_token_or_after_max_new_tokens",
+        UNIT + "a_row_is_a_prompt_and_a_response_with_the_numbers_that_scoring_gives",
     ),
     # The reward model's loss
     Mutant(
