@@ -255,7 +255,7 @@ MUTANTS = [
     ),
     Mutant(
         "adaptive beta runs away",
-        [("(1 + error * responses / kl_horizon)", "(1 - error * responses / kl_horizon)")],
+        [("(1 + error * min", "(1 - error * min")],
         "common",
         "the further the policy strays, the cheaper it gets",
         UNIT + "beta_rises_with_a_kl_above_its_target_falls_below_and_stays_at_an_infinite_horizon",

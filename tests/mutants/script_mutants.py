@@ -240,7 +240,7 @@ SCRIPT_MUTANTS = [
     ),
     Mutant(
         "an interrupted run deleted",
-        [("if unfinished and not self.run.overwrite:", "if False:")],
+        [('if not old.get("done") and not self.run.overwrite:', "if False:")],
         "scripts that clear their folder when they start",
         "a forgotten flag costs hours",
         STATE + "an_unfinished_run_is_overwritten_on_request_alone",
