@@ -13,7 +13,7 @@ import torch
 
 from plumbing.checkpoints import read_file, write_contents
 from plumbing.errors import UserError
-from plumbing.files import read_log
+from plumbing.files import read_log, write_file
 
 # Settings that --resume may change, because the gradients stay the same.
 FREE_SETTINGS = ("models", "no_report", "report_prompts", "micro_batch", "rollout_batch")
@@ -252,10 +252,9 @@ class State:
         """From here on the files of an earlier run are overwritten. One line a step; the lines of
         steps after the last save go, because these steps are made a second time."""
         rows = [row for row in read_log(self.log_path) if row["step"] <= self.step]
-        rows = rows if self.step else []
         if len(rows) < self.step:
             print(f"{self.log_path} holds {len(rows)} of {self.step} steps")
-        self.log_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_file(self.log_path, "".join(json.dumps(row) + "\n" for row in rows))
         self.log = open(self.log_path, "a")
         if not self.step:
             self.path.unlink(missing_ok=True)  # it must not be mistaken for this run's

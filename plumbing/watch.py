@@ -134,6 +134,8 @@ class Watch:
         """batch, metrics: what ppo_iteration returned; kl_coef: beta of the next iteration."""
         if len(metrics["passes"]) == 1:  # of a single pass they are the same numbers once more
             metrics = {name: x for name, x in metrics.items() if name != "passes"}
+        if self.state.log is None:  # first: if it cannot be written, no file of an earlier run is
+            self.state.open_log()
         self.recorder.record(self.models.policy, self.ref, batch, metrics, self.config)
         check_kl(batch, self.models.tokenizer)
         if self.state.step % 40 == 0:
