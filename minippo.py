@@ -9,9 +9,10 @@ For prompts x, responses y sampled from the policy pi, and their scores, it maxi
     J(pi) = E[ score(x, y) ] - beta * KL(pi || ref)        (InstructGPT, arXiv:2203.02155, eq. 2)
 
 The *policy* pi is the language model, seen as a rule for choosing the next token. The *reference*
-ref is a frozen copy of the policy as PPO finds it, so of the SFT model. KL(pi || ref) is the mean
-of log pi(y | x) - log ref(y | x) over such y: how far the policy has moved, in nats (the unit of
-natural logarithms). Beta is the price of a nat. An iteration of PPO has four phases:
+ref is a frozen copy of the policy before PPO: the SFT model. KL(pi || ref), the Kullback-Leibler
+divergence, is the mean of log pi(y | x) - log ref(y | x) over such y: how far the policy has moved,
+in nats (the unit of natural logarithms). Beta is the price of a nat. An iteration of PPO has four
+phases:
 
     prompts --> policy           starts as the SFT model           1. samples responses,
                 ^  |                                                  with log pi of each token --+
@@ -20,7 +21,7 @@ natural logarithms). Beta is the price of a nat. An iteration of PPO has four ph
                 |        |                   head, trained; frozen                                |
                 |        |-> reference       the SFT model; frozen       log ref of each token ---+
                 |        +-> value function  a second head on the        how much reward is       |
-                |                            policy, from zero           still to come? ----------+
+                |                            policy, starts at 0         still to come? ----------+
                 +------------ 4. update: the clipped loss <--- 3. rewards, advantages <-----------+
 
 Shapes: B rows in a batch, T columns, C channels, H attention heads, V tokens in the vocabulary.
@@ -65,6 +66,8 @@ import torch.nn.functional as F
 # reward model has a score head in place of the vocabulary head: one number per row. (The scripts
 # train these very networks. Only attention is handed its rows in another form: plumbing/fast.py
 # leaves padding out, and keeps the keys and values of earlier tokens while it samples.)
+#
+# In the settings below, brackets hold the smallest and the largest value allowed.
 
 
 @dataclass
@@ -165,7 +168,8 @@ class GPT(nn.Module):
     def hidden(self, tokens):
         """tokens (B, T) -> what vocabulary head and value head read, (B, T, C) each."""
         hidden = self.trunk(tokens)
-        return hidden, hidden if self.critic is None else self.critic(tokens)
+        value_hidden = hidden if self.critic is None else self.critic(tokens)
+        return hidden, value_hidden
 
     def forward(self, tokens):
         """tokens (B, T) -> logits (B, T, V), values (B, T); both at t belong to token t + 1."""
@@ -292,7 +296,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
     going = torch.ones_like(lengths, dtype=torch.bool)  # rows that have not ended
     while going.any():  # each round adds a token to these rows
         last = torch.arange(T, device=device) == lengths[:, None] - 1  # (B, T)
-        hidden = policy.trunk(tokens)[last]  # (B, C): reads everything again, plainly
+        hidden = policy.trunk(tokens)[last]  # (B, C). Slow but simple: it reads whole rows again
         token = draw(policy.lm_head(hidden) / temperature)  # (B,)
         tokens[going, lengths[going]] = token[going]
         lengths += going
@@ -358,15 +362,14 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #
 #                           what is right about it                        where it is used
 #     k1 = -log q           on average the KL, but often below 0          reward and log
-#     k2 = (log q)^2 / 2    has on average the gradient of the KL*        loss, by default times 0
+#     k2 = (log q)^2 / 2    has on average the gradient of the KL         loss, if kl_loss_coef > 0
 #     k3 = q - 1 - log q    on average the KL, and never below 0          log
 #
 # (Schulman, "Approximating KL divergence".) k3: E_pi[q] = sum ref = 1, so q - 1 adds 0 on average;
-# and x - 1 >= log x. * That is the KL of one choice, while pi is still old. The gradient of k2 is
-# (log pi - log ref) grad log pi. That of the KL is sum_a grad pi (log pi - log ref): the rest of
-# the product rule, sum_a pi grad log pi, is 0 as above. k1 fails as a loss, because
-# E[grad log pi] = 0. In the reward it is a number that multiplies grad log pi, as the score does.
-# It depends on pi, but we lose nothing by not differentiating it: E[grad(-beta * k1)] is 0 too.
+# and x - 1 >= log x. k2: its gradient is (log pi - log ref) grad log pi. The gradient of the KL of
+# one choice, while pi is still old, is sum_a grad pi (log pi - log ref); the rest of the product
+# rule, sum_a pi grad log pi, is 0 as above. k1: used as a loss, it teaches nothing, because
+# E[grad log pi] = 0. So it goes into the reward, as a plain number that multiplies grad log pi.
 
 
 def kl_per_response(logprobs, ref_logprobs, mask):
@@ -439,6 +442,9 @@ def whiten(x, mask):
 #              ratio < 1 - eps                 in between     ratio > 1 + eps
 #     A > 0    yes: pulled back up             yes            no: has risen enough
 #     A < 0    no: has fallen enough           yes            yes: pulled back down
+#
+# The loss is a mean over all tokens of the batch, where J has a sum over those of each response. That
+# changes the length of the step, and no direction.
 
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
@@ -488,7 +494,7 @@ def adapt_kl_coef(kl_coef, kl, kl_target, responses, kl_horizon):
 #
 # A *rollout* is a batch of sampled responses and what is recorded of them, a dict: tokens (B, T);
 # scores, ended (B,); mask, old_logprobs, old_values, ref_logprobs (B, T-1). There is no old
-# network: the old policy lives on in these two recorded tensors. `credit` adds rewards, advantages,
+# network: the old policy lives on in old_logprobs and old_values. `credit` adds rewards, advantages,
 # whitened, returns (B, T-1). In ppo_loss, logprobs and values are those of the policy as it is now.
 
 
@@ -585,7 +591,8 @@ def gradient_step(optimizer, max_grad_norm):
 
 
 def average(stats):
-    """A list of dicts of numbers -> their means; of ratio_max, the largest."""
+    """A list of dicts of numbers, one for each gradient step -> their means; of ratio_max, the
+    largest. (Every step counts alike.)"""
     means = {name: sum(s[name] for s in stats) / len(stats) for name in stats[0]}
     largest = {name: max(s[name] for s in stats) for name in stats[0] if name == "ratio_max"}
     return means | largest
@@ -596,14 +603,14 @@ def ppo_update(policy, optimizer, batch, config, loss_of=ppo_loss):
     expectations, in epochs x minibatches gradient steps -> the average stats of each epoch."""
     passes, tokens = [], batch["tokens"]
     for _ in range(config.epochs):
-        order, steps = torch.randperm(len(tokens), device=tokens.device), []
+        order, stats_of_steps = torch.randperm(len(tokens), device=tokens.device), []
         for rows in order.tensor_split(config.minibatches):
             optimizer.zero_grad()
             loss, stats = loss_of(policy, {name: x[rows] for name, x in batch.items()}, config)
             loss.backward()
             stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
-            steps.append(stats)
-        passes.append(average(steps))
+            stats_of_steps.append(stats)
+        passes.append(average(stats_of_steps))
     return passes
 
 
@@ -648,7 +655,8 @@ def ppo_iteration(
 ):
     """One iteration of PPO on some prompts (lists of ids) -> the batch, and what to watch.
 
-    kl_coef: beta as it is now. PPO's neighbours are another credit, another loss_of, or both.
+    kl_coef: beta as it is now. rollout, credit and loss_of are the functions above, unless a
+    related algorithm passes others (variations/).
     """
     # 1. Sample a response to each prompt.  2. Score it, and ask the reference about its tokens.
     batch = rollout(policy, ref, score, prompts, config)

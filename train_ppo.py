@@ -27,7 +27,7 @@ from plumbing.training import (
     rollout_in_pieces,
     set_lr,
 )
-from plumbing.watch import Watch, check_settings, check_start, warn_of
+from plumbing.watch import Watch, check_settings, check_start, warn_about
 
 
 @dataclass
@@ -76,7 +76,7 @@ def main(credit=credit, loss_of=ppo_loss, name="PPO"):
     prompts = read_prompts(run.data, "train", models.tokenizer, policy.config.context)
     val_prompts = read_prompts(run.data, "val", models.tokenizer, policy.config.context)
     print(f"training on {run.device}: {len(prompts):,} prompts")
-    warn_of(prompts, models, config)
+    warn_about(prompts, models, config)
     optimizer = adamw(
         policy, stage.lr, critic_lr=stage.critic_lr, head_lr=stage.head_lr, eps=stage.adam_eps
     )
@@ -88,7 +88,9 @@ def main(credit=credit, loss_of=ppo_loss, name="PPO"):
     kl_coef = state.values.get("kl_coef", config.kl_coef)
     if state.step == 0:
         check_start(policy, ref, score, prompts, config, stage, run.dtype)
+    # In bfloat16, sampling and training round differently: then a second scoring makes them agree.
     rollout = rollout_in_pieces(stage.rollout_batch, second_scoring=run.dtype != "float32")
+    # With --micro_batch, the loss goes backward in pieces, whose gradients add up.
     loss_of = loss_in_pieces(loss_of, stage.micro_batch)
     watch = Watch(state, models, ref, config, stage)
     for step in state.steps_left(stage):

@@ -60,7 +60,8 @@ def main():
     )
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
     state = State("rm", run, settings, made_from={"sft": sft_facts}, **parts)
-    loss_of, best = loss_in_pieces(rm_loss, config.micro_batch), run.out / "rm_best.pt"
+    loss_of = loss_in_pieces(rm_loss, config.micro_batch)
+    best = run.out / "rm_best.pt"
     for step in state.steps_left(schedule):
         lr = set_lr(optimizer, schedule.share(step))
         batch = batch_of(pairs, step, config.batch_size, run.seed)

@@ -7,7 +7,6 @@ The files hold rows {"prompt": ..., "completion": ...}. The loss is the cross-en
 completion, its end-of-text token included, given the prompt. Writes out/sft.pt.
 """
 
-import json
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +34,7 @@ class InitConfig:
 
 
 def sft_loss(model, rows, device):
-    """(prompt, completion) as ids -> the mean of -log pi over the tokens of the completions, stats."""
+    """(prompt, completion) as ids -> the mean of -log pi over the completions' tokens, stats."""
     tokens, mask = pad_completions(rows, device)
     logprobs, _, _ = evaluate_actions(model, tokens, mask, with_entropy=False)
     loss = -masked_mean(logprobs, mask)
@@ -60,7 +59,9 @@ def main():
     data = fingerprint(rows, val_rows, tokenizer.tokens)
     settings = settings_of(run, config, model.config, data=data)
     state = State("sft", run, settings, model=model, optimizer=optimizer, schedule=schedule)
-    loss_of, best = loss_in_pieces(sft_loss, config.micro_batch), run.out / "sft_best.pt"
+    # With --micro_batch, the loss goes backward in pieces, whose gradients add up.
+    loss_of = loss_in_pieces(sft_loss, config.micro_batch)
+    best = run.out / "sft_best.pt"
     for step in state.steps_left(schedule):
         lr = set_lr(optimizer, schedule.share(step))
         batch = batch_of(rows, step, config.batch_size, run.seed)
@@ -83,7 +84,6 @@ def main():
     print(schedule.ending())
     loss = f"{facts['val_loss']:.4f} ± {facts['val_loss_se']:.4f} nats/token"
     print(f"saved {run.out / 'sft.pt'}: validation loss {loss}")
-    print_entropy(run, facts["val_tokens"])
 
 
 @torch.no_grad()
@@ -110,14 +110,6 @@ def make_default_data(run):
 
         print(f"{run.data} is not there yet: making the default data")
         write_data(run.data, seed=0)
-
-
-def print_entropy(run, val_tokens):
-    """For the default data the distribution of the answers is known, and so the best loss."""
-    if (run.data / "ceilings.json").exists():
-        nats = json.loads((run.data / "ceilings.json").read_text())["val_nats"]
-        print("the entropy of the same completions, in the distribution that they were drawn from,")
-        print(f"is {nats / val_tokens:.4f}: on average no model can do better")
 
 
 if __name__ == "__main__":

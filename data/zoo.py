@@ -387,19 +387,15 @@ def preference(rng, prompts):
     return label(rng, prompt, a, b)
 
 
-def silent(what, rows):
-    return rows
-
-
-def make_rows(seed, each=silent):
-    """seed -> {name of the file: rows}. each(what, rows) yields the rows, and may report them."""
+def make_rows(seed):
+    """seed -> {name of the file: rows}."""
     rng = random.Random(seed)
     prompts = split_prompts(rng)
     rows = {f"prompts_{split}": [{"prompt": x} for x in prompts[split]] for split in prompts}
     for name, n in ROWS.items():
         task, split = name.split("_")
         make = demonstration if task == "sft" else preference
-        rows[name] = [make(rng, prompts[split]) for _ in each(f"rows of {name} made", range(n))]
+        rows[name] = [make(rng, prompts[split]) for _ in range(n)]
     return rows
 
 
@@ -432,7 +428,7 @@ def ceilings(rows, seed):
     }
 
 
-def write_data(folder, seed=0, each=silent):
+def write_data(folder, seed=0):
     """Write the six .jsonl files and ceilings.json into `folder`; -> (rows, ceilings).
 
     They are completed in a temporary folder beside it first, so that an interrupted run leaves
@@ -446,7 +442,7 @@ def write_data(folder, seed=0, each=silent):
         # One level down: the temporary folder itself is private to this user.
         staged = Path(temporary) / "data"
         staged.mkdir()
-        rows = make_rows(seed, each)
+        rows = make_rows(seed)
         for name in rows:
             lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows[name])
             (staged / f"{name}.jsonl").write_bytes(lines.encode())

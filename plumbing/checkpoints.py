@@ -16,7 +16,7 @@ def write_contents(path, contents):
     write_file(path, lambda file: torch.save(contents, file))
 
 
-def read_file(path, kinds, mmap=True):
+def read_contents(path, kinds, mmap=True):
     """What write_contents wrote, as a dict on the CPU; UserError unless it is whole, and one of `kinds`.
 
     mmap: the weights stay on the disk until they are copied into a model.
@@ -30,7 +30,7 @@ def read_file(path, kinds, mmap=True):
     except Exception as error:  # torch.load raises many kinds of error at a damaged file
         raise UserError(f"{path}: damaged, or no checkpoint ({type(error).__name__}); {hint}")
     if kind not in kinds:
-        raise UserError(f"{path}: holds {kind!r}, not {' or '.join(kinds)!r}; {hint}")
+        raise UserError(f"{path}: holds {kind!r}, not {' or '.join(map(repr, kinds))}; {hint}")
     return contents
 
 
@@ -43,7 +43,7 @@ def save_checkpoint(path, kind, model, tokenizer, **facts):
 
 def load_checkpoint(path, kinds, device="cpu"):
     """A checkpoint of one of `kinds` -> model in eval mode, tokenizer, facts saved with it."""
-    contents = read_file(path, kinds)
+    contents = read_contents(path, kinds)
     try:
         model = (RewardModel if contents["kind"] == "rm" else GPT)(GPTConfig(**contents["config"]))
         model.load_state_dict(contents["model"])
@@ -58,5 +58,5 @@ def load_weights(path, kind, model):
     """The weights of a checkpoint into a model in training, which goes into eval mode. No second
     model is in memory, and its gradients no longer are."""
     model.zero_grad()  # first: what it frees is enough for what is read
-    model.load_state_dict(read_file(path, [kind], mmap=False)["model"])
+    model.load_state_dict(read_contents(path, [kind], mmap=False)["model"])
     model.eval()

@@ -33,7 +33,7 @@ def explain(error):
         return str(error)
     if isinstance(error, FloatingPointError):
         return f"{text}; begin again with --overwrite and a smaller --lr"
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'output'}: {error.strerror}"
     if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", text):
         smaller = (

@@ -20,7 +20,9 @@ and trunk(tokens)[mask] computes what the mask asks for.
 Decoding. Sampling keeps the keys and values of all earlier tokens (the cache), so that each new
 token is one row of work.
 
-install() puts all this in place, unless one of the functions that it mirrors has been changed.
+install() puts all this in place, unless minippo.py has been changed in a way that it would not
+follow: the plain code runs then. It compares the sources of the functions that it mirrors, comments
+included, and it computes a few rows both ways: a block that mixes tokens would give other numbers.
 """
 
 import contextlib
@@ -38,9 +40,11 @@ from minippo import evaluate_actions, gather_logprobs
 # What this file computes in another way, and the checksums of the sources that it was written for.
 MIRRORED = {
     minippo.Attention.attend: 1010978137,
+    minippo.GPT.hidden: 3690955630,
+    minippo.evaluate_actions: 2257660975,
     minippo.Trunk.forward: 1741382552,
     minippo.draw: 91013610,
-    minippo.generate: 189032390,
+    minippo.generate: 2341971242,
 }
 PLAIN_FORWARD = minippo.Trunk.forward
 OPTIONS = {"dtype": None, "recompute": False, "installed": False}  # as install() has set them
@@ -56,10 +60,10 @@ def install(dtype=None, recompute=False):
     weights; recompute: the backward pass computes each block a second time instead of keeping
     what it needs."""
     uninstall()
-    if names := [f.__qualname__ for f, number in MIRRORED.items() if checksum(f) != number]:
-        print(
-            f"minippo.py has another {' and '.join(names)} than plumbing/fast.py was written for,"
-        )
+    changed = [f.__qualname__ for f, number in MIRRORED.items() if checksum(f) != number]
+    if changed or not same_numbers():
+        names = " and ".join(changed) or "Block"
+        print(f"minippo.py has another {names} than plumbing/fast.py was written for,")
         print("so the plain code runs: slower, and without --dtype and --grad_checkpoint")
         return
     OPTIONS.update(dtype=dtype, recompute=recompute, installed=True)
@@ -78,7 +82,8 @@ class Hidden:
         self.trunk, self.tokens, self.mask, self.states = trunk, tokens, None, None
 
     def __getitem__(self, index):
-        if index.dtype != torch.bool or index.shape != self.tokens.shape:
+        is_mask = torch.is_tensor(index) and index.dtype == torch.bool
+        if not is_mask or index.shape != self.tokens.shape:
             return self.whole()[index]
         if index is not self.mask:  # two heads may read the same states
             self.mask, self.states = index, read_states(self.trunk, self.tokens, index)
@@ -96,6 +101,39 @@ class Hidden:
         """What PyTorch calls when a Hidden is given to one of its functions."""
         args = [x.whole() if isinstance(x, Hidden) else x for x in args]
         return function(*args, **(kwargs or {}))
+
+    def __getattr__(self, name):
+        return getattr(self.whole(), name)
+
+
+def computed_in_full(name):
+    """The operator of this name, of all hidden states: Python asks for it without __getattr__."""
+    return lambda hidden, *others: getattr(hidden.whole(), name)(*others)
+
+
+for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "matmul", "neg"):
+    setattr(Hidden, f"__{name}__", computed_in_full(f"__{name}__"))
+
+
+@torch.no_grad()
+def same_numbers():
+    """Does a small network give the same numbers packed, decoded, and plainly?"""
+    with torch.random.fork_rng(devices=[]):
+        config = minippo.GPTConfig(vocab_size=300, context=12, layers=2, heads=2, channels=8)
+        trunk = minippo.GPT(config).eval().trunk
+    tokens = torch.tensor([[1, 2, 3, 4, 5, 6], [1, 2, 7, 8, 0, 0], [9, 8, 7, 0, 0, 0]])
+    mask = torch.tensor([[0, 1, 1, 1, 0, 1], [0, 1, 1, 1, 0, 0], [0, 1, 1, 0, 0, 0]]) > 0
+    hidden = PLAIN_FORWARD(trunk, tokens)  # (B, T, C)
+    try:
+        cache = torch.zeros(config.layers, len(tokens), 6, 2 * config.channels)
+        packed = read_states(trunk, tokens[:, :3], mask[:, :3], cache)
+        column = torch.full((len(tokens),), 3)
+        decoded = decode(trunk, tokens[:, 3], column, cache[:, :, :4])
+    except (RuntimeError, AttributeError, IndexError):  # it reads what only the grid has
+        return False
+    pairs = (packed, hidden[:, :3][mask[:, :3]]), (decoded, hidden[:, 3])
+    pairs += ((read_states(trunk, tokens, mask), hidden[mask]),)
+    return all(torch.allclose(a, b, atol=1e-4) for a, b in pairs)
 
 
 class Packing:

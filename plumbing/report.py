@@ -20,8 +20,8 @@ from minippo import evaluate_actions, score_responses
 from plumbing.errors import UserError
 from plumbing.fast import generate
 from plumbing.files import read_log, write_file
-from plumbing.rows import encode_rows, load_jsonl, pad_completions, waiting
-from plumbing.tokenizer import printable
+from plumbing.rows import encode_rows, load_jsonl, order_by_length, pad_completions, waiting
+from plumbing.tokenizer import printable, texts_of
 from plumbing.training import pair_scores
 
 PROMPTS = 1024, 128  # validation prompts at most, with a judge and without; or --report_prompts
@@ -99,10 +99,7 @@ def respond(policy, ref, score, prompts, n, tokenizer, config, size=0):
             kl = (logprobs - ref_logprobs).sum(1)
         scores, ended = score_responses(score, tokens, mask, config, tokenizer.eos)
         parts.append(torch.stack([scores, ended, kl, mask.sum(1)]).float().cpu())
-        texts += [
-            tokenizer.decode(row[1:][inside].tolist())
-            for row, inside in zip(tokens.cpu(), mask.cpu())
-        ]
+        texts += texts_of(tokenizer, tokens.cpu(), mask.cpu())[1]
     figures = torch.cat(parts, 1).view(4, len(prompts), n)
     return dict(zip(("score", "ended", "kl", "length"), figures)), texts
 
@@ -133,6 +130,8 @@ def optimality(J, J_sft, J_best, weights=None):
     J, J_sft, J_best = (x.double().view(len(x), -1).mean(1) for x in (J, J_sft, J_best))
     gained, possible = J - J_sft, J_best - J_sft
     mean_gained, mean_possible = (estimate("x", x, weights)["x"] for x in (gained, possible))
+    if mean_possible < 1e-6:  # no policy can gain: the score does not differ between answers
+        return {}
     ratio = mean_gained / mean_possible
     error = estimate("x", gained - ratio * possible, weights)["x_se"]
     error = None if error is None else error / mean_possible
@@ -177,12 +176,6 @@ def spread_out(prompts, seen, n):
     return chosen[0] + chosen[1], torch.tensor(weights, dtype=torch.float64)
 
 
-def in_order_of_length(encoded, size=64):
-    """The numbers of the rows (tuples of lists of ids), in parts, those of similar length together."""
-    order = sorted(range(len(encoded)), key=lambda i: sum(map(len, encoded[i])))
-    return [order[i : i + size] for i in range(0, len(order), size)]
-
-
 @torch.no_grad()
 def above_entropy(sft, tokenizer, run, crowd):
     """How much worse than the truth the SFT model does on the validation rows, row by row, so that
@@ -193,7 +186,7 @@ def above_entropy(sft, tokenizer, run, crowd):
         return {}  # some rows did not fit into the context: nothing to compare
     truth = [-math.log(crowd(prompt)[completion]) for prompt, completion in rows]
     excess = []
-    for part in in_order_of_length(encoded):
+    for part in order_by_length(encoded, 64):
         tokens, mask = pad_completions([encoded[i] for i in part], run.device)
         logprobs, _, _ = evaluate_actions(sft, tokens, mask, with_entropy=False)
         nats = torch.tensor([truth[i] for i in part])
@@ -211,7 +204,7 @@ def below_ceiling(reward_model, tokenizer, run, judge):
         return {}
     truth = [judge(prompt, a) - judge(prompt, b) for prompt, a, b in pairs]
     differences = []
-    for part in in_order_of_length(encoded):
+    for part in order_by_length(encoded, 64):
         chosen, rejected = pair_scores(reward_model, [encoded[i] for i in part], run.device)
         gaps = torch.tensor([truth[i] for i in part])
         zero = torch.zeros(len(part))
@@ -391,7 +384,7 @@ def print_limits(report, algorithm):
     if "ppo_unseen" in report:
         seen, new = report["ppo_seen"], report["ppo_unseen"]
         print(f"    {new['prompts']} of the prompts are unseen: it was not trained on them")
-        if "optimality" in new:
+        if "optimality" in new and "optimality" in seen:
             print(f"    optimality there {number(new, 'optimality', 3)},", end=" ")
             print(f"{number(seen, 'optimality', 3)} on those that it was trained on")
             print("    the tenth of the prompts with the largest gap to the best holds", end=" ")

@@ -163,10 +163,16 @@ def count_tokens(rows):
     return sum(len(ids) for row in rows for ids in row)
 
 
+def order_by_length(rows, size):
+    """Rows (tuples of lists of ids) -> their numbers in parts of `size`, those of similar length
+    together."""
+    order = sorted(range(len(rows)), key=lambda i: sum(map(len, rows[i])))
+    return [order[i : i + size] for i in range(0, len(order), size)]
+
+
 def by_length(rows, size):
-    """Rows (tuples of lists of ids) in parts of `size`, rows of similar length together."""
-    rows = sorted(rows, key=lambda row: sum(map(len, row)))
-    return [rows[i : i + size] for i in range(0, len(rows), size)]
+    """The same with the rows themselves."""
+    return [[rows[i] for i in part] for part in order_by_length(rows, size)]
 
 
 def waiting(what, rows, size):

@@ -11,9 +11,9 @@ import zlib
 
 import torch
 
-from plumbing.checkpoints import read_file, write_contents
+from plumbing.checkpoints import read_contents, write_contents
 from plumbing.errors import UserError
-from plumbing.files import read_log, write_file
+from plumbing.files import read_log
 
 # Settings that --resume may change, because the gradients stay the same.
 FREE_SETTINGS = ("models", "no_report", "report_prompts", "micro_batch", "rollout_batch")
@@ -62,10 +62,7 @@ class Schedule:
     falls to 0 in a third as many steps as there have been.
     """
 
-    FIRST_CHECK, GROWTH = (
-        50,
-        1.5,
-    )  # validation after so many steps, then after 1.5 times as many ...
+    FIRST_CHECK, GROWTH = 50, 1.5  # validation after 50 steps, then after 1.5 times as many, ...
     SHORTEST, LEAST_GAIN = 200, 0.002  # steps before the end; a smaller gain of the loss is none
     STILL_FALLING = 0.15  # a gain in the second half of the steps that promises more
 
@@ -149,7 +146,7 @@ class State:
     def check_that_nothing_is_lost(self):
         """UserError if there is an unfinished run, and nobody said that it may be overwritten."""
         try:
-            old = read_file(self.path, ("state",))
+            old = read_contents(self.path, ("state",))
         except UserError:  # there is none, or none that could be used
             return
         old = old.get("values", {}) | old  # earlier versions kept `step` and `done` there
@@ -158,7 +155,9 @@ class State:
             raise UserError(f"{where}; --resume goes on with it, --overwrite begins again")
 
     def load(self):
-        contents = read_file(self.path, ("state",), mmap=False)  # the optimizer keeps what it loads
+        contents = read_contents(
+            self.path, ("state",), mmap=False
+        )  # the optimizer keeps what it loads
         old, again = contents.get("settings", {}), "--overwrite begins again"
         if not self.settings.keys() <= old.keys():
             raise UserError(f"{self.path} was saved by another version; {again}")
@@ -253,8 +252,8 @@ class State:
         steps after the last save go, because these steps are made a second time."""
         rows = [row for row in read_log(self.log_path) if row["step"] <= self.step]
         if len(rows) < self.step:
-            print(f"{self.log_path} holds {len(rows)} of {self.step} steps")
-        write_file(self.log_path, "".join(json.dumps(row) + "\n" for row in rows))
+            print(f"{self.log_path} holds {len(rows)} of {self.step} steps; the curves have a gap")
+        self.log_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.log = open(self.log_path, "a")
         if not self.step:
             self.path.unlink(missing_ok=True)  # it must not be mistaken for this run's

@@ -151,7 +151,7 @@ def loss_in_pieces(loss_of, size):
             loss, piece_stats = loss_of(model, piece, *more)
             (loss * piece_stats["count"]).backward()
             stats.append(piece_stats)
-        count = sum(s["count"] for s in stats)
+        count = max(1, sum(s["count"] for s in stats))
         for parameter in model.parameters():
             if parameter.grad is not None:
                 parameter.grad /= count

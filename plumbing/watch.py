@@ -30,7 +30,7 @@ def check_settings(config, stage):
         raise UserError(f"--batch_size {stage.batch_size}: {groups}")
 
 
-def warn_of(prompts, models, config):
+def warn_about(prompts, models, config):
     """Say what does not go together, before it costs a run."""
     context, longest = models.policy.config.context, config.max_new_tokens
     short = sum(len(prompt) + longest > context for prompt in prompts)
@@ -41,7 +41,7 @@ def warn_of(prompts, models, config):
     if rm.get("max_new_tokens", longest) != longest:
         lengths = f"answers of up to {rm['max_new_tokens']} tokens, and PPO writes up to {longest}"
         scale = "scores have mean 0 and standard deviation 1 on"
-        print(f"warning: {scale} {lengths}; train_rm.py --max_new_tokens {longest}")
+        print(f"warning: {scale} {lengths}; run train_rm.py with --max_new_tokens {longest}")
     if rm.get("val_accuracy", 1) < 0.5 + 2 * rm.get("val_accuracy_se", 0):
         print("warning: the reward model is no better than chance: PPO will learn from noise")
 
@@ -136,6 +136,7 @@ class Watch:
             metrics = {name: x for name, x in metrics.items() if name != "passes"}
         if self.state.log is None:  # first: if it cannot be written, no file of an earlier run is
             self.state.open_log()
+        # First what was recorded: on --resume, what lies beyond the saved step goes.
         self.recorder.record(self.models.policy, self.ref, batch, metrics, self.config)
         check_kl(batch, self.models.tokenizer)
         if self.state.step % 40 == 0:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minippo import GPT, GPTConfig, RewardModel
-from plumbing.checkpoints import load_checkpoint, read_file, save_checkpoint, write_contents
+from plumbing.checkpoints import load_checkpoint, read_contents, save_checkpoint, write_contents
 from plumbing.errors import UserError
 from plumbing.tokenizer import Tokenizer
 from plumbing.training import add_critic
@@ -47,7 +47,7 @@ def test_what_is_read_stays_on_the_disk_unless_it_must_not(tmp_path, monkeypatch
     )
     write_contents(tmp_path / "x.pt", {"kind": "state", "x": torch.ones(2)})
     for mmap in ({}, {"mmap": False}):
-        assert read_file(tmp_path / "x.pt", ["state"], **mmap)["x"].tolist() == [1, 1]
+        assert read_contents(tmp_path / "x.pt", ["state"], **mmap)["x"].tolist() == [1, 1]
     assert asked == [True, False]
 
 
@@ -114,8 +114,8 @@ def test_a_missing_file_and_one_of_another_kind_are_refused_with_what_to_do(tmp_
     write_contents(tmp_path / "x.pt", {"kind": "best"})
     for name, found in (
         ("none.pt", "not found"),
-        ("x.pt", f"holds 'best', not {' or '.join(kinds)!r}"),
+        ("x.pt", f"holds 'best', not {' or '.join(map(repr, kinds))}"),
     ):
         with pytest.raises(UserError) as error:
-            read_file(tmp_path / name, kinds)
+            read_contents(tmp_path / name, kinds)
         assert str(error.value) == f"{tmp_path / name}: {found}; {hint}"

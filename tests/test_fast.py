@@ -314,6 +314,16 @@ EDITS = {  # what is written instead of what; which functions fast.py then finds
     "ReLU": ('nn.GELU("tanh")', "nn.ReLU()", ""),
     "what goes out": ("return self.out(self.attend", "return 0.5 * self.out(self.attend", ""),
     "attention": ("q, k, v, is_causal=True", "q, k, 2 * v, is_causal=True", "Attention.attend"),
+    "mixing": (
+        "x = x + self.dropout(self.att",
+        "x = x + x.mean(-2, True) + self.dropout(self.att",
+        "Block",
+    ),
+    "values": (
+        "values = policy.value_head(value",
+        "values = 2 + policy.value_head(value",
+        "evaluate_actions",
+    ),
     "trunk": ("return self.norm(x)", "return 2 * self.norm(x)", "Trunk.forward"),
     "draw": ("torch.multinomial(logits.softmax(-1), 1).squeeze(1)", "logits.argmin(-1)", "draw"),
     "sampler": ("token != policy.config.eos", "token != 3", "generate"),
@@ -366,3 +376,18 @@ def test_the_functions_that_are_mirrored_are_those_that_this_was_written_for(une
     fast.uninstall()
     assert fast.OPTIONS == {"dtype": None, "recompute": False, "installed": False}
     assert minippo.Trunk.forward is fast.PLAIN_FORWARD and not capsys.readouterr().out
+
+
+def test_a_promise_of_hidden_states_can_be_used_like_a_tensor():
+    policy, tokens = tiny_gpt(), torch.randint(EOS, (3, 5))
+    plain = policy.trunk(tokens)
+    fast.install()
+    hidden = policy.trunk(tokens)
+    for a, b in (
+        (hidden[:, -1], plain[:, -1]), (hidden.detach(), plain), (hidden.shape, plain.shape),
+        (hidden + 1, plain + 1), (1 + hidden, 1 + plain), (hidden - 2, plain - 2),
+        (2 - hidden, 2 - plain), (hidden * 3, plain * 3), (3 * hidden, 3 * plain),
+        (hidden / 2, plain / 2), (-hidden, -plain), (hidden @ torch.ones(8).double(), plain.sum(-1)),
+        (torch.relu(hidden), plain.relu()),
+    ):  # fmt: skip
+        assert_equal(torch.as_tensor(a), torch.as_tensor(b), 1e-9)

@@ -42,8 +42,7 @@ def test_imports_point_one_way(path):
             x.split(".")[0] in {"torch", *sys.stdlib_module_names} for x in names
         )
     elif place == "data":
-        outside = {"data", *(["plumbing"] if path.name == "convert.py" else [])}
-        assert {x.split(".")[0] for x in inside} <= outside
+        assert {x.split(".")[0] for x in inside} <= {"data"}
     else:
         for name in inside - {"data", "data.zoo", "data.convert"}:
             other = name.split(".")[0]

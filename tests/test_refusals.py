@@ -243,7 +243,7 @@ FILE_CASES = [
     ("ppo", "", smaller("sft.pt", "sft"), ["rm.pt was not made from sft.pt"]),
     ("ppo", "--policy {folder}/x", foreign("x", "ppo"), ["x: was not made from", "sft.pt"]),
     ("ppo", "--policy {folder}/x", smaller("x", "ppo"), ["x: was not made from", "sft.pt"]),
-    ("ppo", "--reference {folder}/rm.pt", None, ["rm.pt: holds 'rm', not 'ppo or sft'"]),
+    ("ppo", "--reference {folder}/rm.pt", None, ["rm.pt: holds 'rm', not 'ppo' or 'sft'"]),
     (
         "sft",
         "",

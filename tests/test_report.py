@@ -465,3 +465,9 @@ def test_the_seconds_are_those_of_the_last_lines_of_the_logs(tmp_path):
         )
     assert report.seconds_of_stages(tmp_path, tmp_path / "b") == {"sft": 3, "rm": 4, "ppo": 5}
     assert report.seconds_of_stages(tmp_path, tmp_path) == {"sft": 3, "rm": 4}
+
+
+def test_where_the_scores_do_not_differ_there_is_no_optimality():
+    score = torch.full((5, 4), 0.7)
+    best = report.optimal_objective(score, 0.1)[:, None]
+    assert report.optimality(score, score, best) == {}

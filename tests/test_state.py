@@ -13,7 +13,7 @@ import torch
 
 from minippo import PPOConfig
 from plumbing import state
-from plumbing.checkpoints import read_file
+from plumbing.checkpoints import read_contents
 from plumbing.errors import UserError
 from plumbing.settings import RunConfig
 from plumbing.state import Schedule, State, clock, fingerprint, settings_of
@@ -277,7 +277,7 @@ def test_a_signal_ends_the_step_and_saves_and_a_second_one_is_not_held_up(tmp_pa
                 signal.raise_signal(number)
                 assert signal.getsignal(number) == signal.SIG_DFL
             it.end_step({}, 1, [])
-    assert read_file(it.path, ["state"])["step"] == 3 and not (tmp_path / "sft.pt").exists()
+    assert read_contents(it.path, ["state"])["step"] == 3 and not (tmp_path / "sft.pt").exists()
     assert signal.getsignal(number) == before
 
 

@@ -34,7 +34,7 @@ from minippo import (
     frozen_copy,
 )
 from plumbing import fast
-from plumbing.checkpoints import load_checkpoint, read_file, save_checkpoint
+from plumbing.checkpoints import load_checkpoint, read_contents, save_checkpoint
 from plumbing.errors import UserError
 from plumbing.rows import load_jsonl, pad, pad_completions, read_ids
 from plumbing.settings import RunConfig
@@ -507,7 +507,7 @@ def test_they_run_as_train_ppo_does_up_to_the_report(models, tmp_path, monkeypat
     sft, _, _ = load_checkpoint(models / "sft.pt", ["sft"])
     assert (weights(policy.trunk) - weights(sft.trunk)).norm() > 1e-3
     assert bool(policy.value_head.weight.any()) == ("value_loss" in columns)
-    settings = read_file(tmp_path / "ppo_state.pt", ["state"])["settings"]
+    settings = read_contents(tmp_path / "ppo_state.pt", ["state"])["settings"]
     assert settings["group_size"] == (flags[1] if {"--k", "--n"} & set(flags) else 1)
     # It does not go on with other settings, nor as another algorithm.
     for other in map(str.split, others):

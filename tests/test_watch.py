@@ -18,15 +18,15 @@ from tiny import tiny_gpt
 def test_prompts_without_room_and_another_length_of_answers_are_warned_of(capsys):
     models = SimpleNamespace(policy=tiny_gpt(), facts={"rm": {"max_new_tokens": 5}})
     prompts = [[1] * n for n in range(8, 15)]  # the context is 16
-    watch.warn_of(prompts, models, PPOConfig(max_new_tokens=6))
+    watch.warn_about(prompts, models, PPOConfig(max_new_tokens=6))
     room, length = capsys.readouterr().out.splitlines()
     assert "warning: 4 of 7 prompts leave less than 6 tokens of the context of 16" in room
     assert (
-        "answers of up to 5 tokens, and PPO writes up to 6; train_rm.py --max_new_tokens 6"
+        "answers of up to 5 tokens, and PPO writes up to 6; run train_rm.py with --max_new_tokens 6"
         in length
     )
-    watch.warn_of(prompts[:3], models, PPOConfig(max_new_tokens=5))
-    watch.warn_of(
+    watch.warn_about(prompts[:3], models, PPOConfig(max_new_tokens=5))
+    watch.warn_about(
         prompts[:3],
         SimpleNamespace(policy=tiny_gpt(), facts={"sft": {}}),
         PPOConfig(max_new_tokens=6),
@@ -37,7 +37,7 @@ def test_prompts_without_room_and_another_length_of_answers_are_warned_of(capsys
 @pytest.mark.parametrize("accuracy, warned", [(0.59, True), (0.61, False)])
 def test_a_reward_model_no_better_than_chance_is_warned_of(capsys, accuracy, warned):
     facts = {"rm": {"val_accuracy": accuracy, "val_accuracy_se": 0.05}}
-    watch.warn_of(
+    watch.warn_about(
         [[1]], SimpleNamespace(policy=tiny_gpt(), facts=facts), PPOConfig(max_new_tokens=8)
     )
     assert ("no better than chance" in capsys.readouterr().out) == warned
@@ -148,7 +148,7 @@ def test_the_watch_logs_an_iteration_shows_responses_and_writes_the_page(
 ):
     written, ended, clock = [], [], iter([0.0, 59.0, 61.0, 61.0, 100.0])
     run_config = SimpleNamespace(out=tmp_path, data=tmp_path)
-    it = SimpleNamespace(run=run_config, settings={}, values={}, step=0)
+    it = SimpleNamespace(run=run_config, settings={}, values={}, step=0, log=1)
     it.end_step = lambda metrics, tokens, show: ended.append((metrics, tokens, show))
     monkeypatch.setattr(watch, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(watch, "write_page", lambda *paths: written.append(paths))

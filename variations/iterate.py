@@ -19,7 +19,7 @@ import torch
 
 from data.zoo import label
 from minippo import PPOConfig
-from plumbing.checkpoints import load_checkpoint, read_file
+from plumbing.checkpoints import load_checkpoint, read_contents
 from plumbing.errors import run_script
 from plumbing.report import respond
 from plumbing.rows import load_jsonl
@@ -60,7 +60,7 @@ def new_pairs(out, count, seed):
     """-> rows like those of pref_train.jsonl: what ppo.pt and sft.pt answer, where they differ."""
     rng, answers = random.Random(seed), []
     rows = rng.choices(load_jsonl(out / "data" / "prompts_train.jsonl", ["prompt"]), k=count)
-    settings = read_file(out / "ppo_state.pt", ["state"])["settings"]
+    settings = read_contents(out / "ppo_state.pt", ["state"])["settings"]
     config = PPOConfig(settings["max_new_tokens"], settings["temperature"])
     torch.manual_seed(seed)
     for kind in ("ppo", "sft"):

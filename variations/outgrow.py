@@ -21,7 +21,7 @@ from variations import refuse_flags, take_flags
 from variations.grpo import UNREAD, GRPOConfig
 
 # What TRL does not read, or reads by another name
-HERE_ALONE = """ref_update_every policy reference reward length_penalty dtype micro_batch
+NOT_IN_TRL = """ref_update_every policy reference reward length_penalty dtype micro_batch
     grad_checkpoint resume overwrite save_every tensorboard""".split()
 
 
@@ -79,7 +79,7 @@ def main(train=train_grpo):
     from accelerate import PartialState  # comes with it
 
     flags = take_flags(__doc__, GRPOConfig())
-    refuse_flags(*UNREAD, *HERE_ALONE)
+    refuse_flags(*UNREAD, *NOT_IN_TRL)
     defaults = RunConfig(out="out/outgrow"), PPOConfig(), StageConfig(models="out")
     run, config, stage = read_flags(__doc__, *defaults)
     processes = PartialState(cpu=run.device == "cpu")
