@@ -10,6 +10,8 @@ import importlib
 import os
 import shutil
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -60,12 +62,29 @@ def run_in_fork(folder, test, log):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "_"))
-def test_the_bug_is_caught(mutant, tmp_path, capsys):
-    mutate(mutant, tmp_path)
+def try_mutant(mutant, folder):
+    """The status of the mutant's killer, and what it printed."""
+    folder.mkdir()
+    mutate(mutant, folder)
+    status = run_in_fork(folder, mutant.killer, folder / "log.txt")
+    log = (folder / "log.txt").read_text(errors="replace")
+    shutil.rmtree(folder)
+    return status, log
+
+
+@pytest.fixture(scope="module")
+def results(request, tmp_path_factory):
+    """The results of all mutants that are asked for, tried side by side: {name: future}."""
     assert not {"minippo", "train_sft", "tiny"} & set(sys.modules) and torch.get_num_threads() == 1
-    status = run_in_fork(tmp_path, mutant.killer, tmp_path / "log.txt")
-    log = (tmp_path / "log.txt").read_text(errors="replace")
+    folder = tmp_path_factory.mktemp("mutants")
+    asked = [x.callspec.params["mutant"] for x in request.session.items if hasattr(x, "callspec")]
+    with ProcessPoolExecutor(os.cpu_count(), get_context("fork")) as pool:
+        yield {x.name: pool.submit(try_mutant, x, folder / str(i)) for i, x in enumerate(asked)}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "_"))
+def test_the_bug_is_caught(mutant, results, capsys):
+    status, log = results[mutant.name].result()
     with capsys.disabled():
         print(f"\n{mutant.name}\n    seen    {mutant.where}\n    effect  {mutant.effect}")
         print(f"    killed  {mutant.killer}", end=" ")
