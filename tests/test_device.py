@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cli import FLAGS, metrics, run, same_weights, write_data
-from plumbing import fast, report, settings, state
+from plumbing import report, settings, state
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 NETWORK = {"mm", "addmm", "bmm", "embedding", "native_layer_norm"}
@@ -141,7 +141,6 @@ def test_on_a_gpu_no_devices_mix_no_network_runs_on_the_cpu_and_the_results_are_
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(report, "OPTIMUM_SAMPLES", 64)
-    monkeypatch.setattr(fast, "same_numbers", lambda: True)  # a small network on the CPU
     data = write_data(tmp_path / "data", judge=True)
     chain(data, tmp_path / "cpu", "cpu")
     with pretended_gpu() as gpu:

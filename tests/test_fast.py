@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import minippo
 from minippo import GPT, GPTConfig, evaluate_actions, response_mask
 from plumbing import fast
+from plumbing.fast import same_numbers
 from plumbing.rows import pad
 from tiny import (
     EOS,
@@ -371,6 +372,7 @@ def test_the_functions_that_are_mirrored_are_those_that_this_was_written_for(une
     assert list(numbers.values()) == list(fast.MIRRORED.values()), f"now: {numbers}"
     assert unedited.returncode == 0, unedited.stderr
     assert len(unedited.stdout.splitlines()) == 1  # the digest
+    assert same_numbers()
     fast.install(torch.bfloat16, recompute=True)
     assert fast.OPTIONS == {"dtype": torch.bfloat16, "recompute": True, "installed": True}
     fast.uninstall()

@@ -575,7 +575,6 @@ def test_no_more_rows_are_in_memory_than_the_flags_allow(begun, tmp_path, monkey
         rows.append(len(tokens))
         return read_states(trunk, tokens, *rest)
 
-    monkeypatch.setattr(fast, "same_numbers", lambda: True)  # it reads three rows
     monkeypatch.setattr(fast, "read_states", watched)
     folder = new_folder(begun, tmp_path / "out")
     write_data(tmp_path / "data")

@@ -181,7 +181,7 @@ VARIATION_MUTANTS = [
         MEAN,
     ),
     dpo(
-        "chosen and rejected swapped",
+        "DPO: chosen and rejected swapped",
         "h = chosen - rejected",
         "h = rejected - chosen",
         "common: the columns of a data set in another order",
