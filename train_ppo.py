@@ -83,7 +83,8 @@ def main(credit=credit, loss_of=ppo_loss, name="PPO"):
 
     data = fingerprint(prompts, models.tokenizer.tokens)
     settings = settings_of(run, config, stage, credit, loss_of, algorithm=name, data=data)
-    parts = {"policy": policy, "ref": ref, "optimizer": optimizer, "loss_of": loss_of}
+    parts = {"policy": policy, "optimizer": optimizer, "loss_of": loss_of}
+    parts["ref"] = ref if stage.ref_update_every else None  # else it is read from its file
     state = State("ppo", run, settings, made_from=models.facts, **parts)
     kl_coef = state.values.get("kl_coef", config.kl_coef)
     if state.step == 0:
