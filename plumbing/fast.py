@@ -99,8 +99,14 @@ class Hidden:
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         """What PyTorch calls when a Hidden is given to one of its functions."""
-        args = [x.whole() if isinstance(x, Hidden) else x for x in args]
-        return function(*args, **(kwargs or {}))
+
+        def computed(x):
+            if isinstance(x, list | tuple):
+                return type(x)(map(computed, x))
+            return x.whole() if isinstance(x, Hidden) else x
+
+        kwargs = {name: computed(x) for name, x in (kwargs or {}).items()}
+        return function(*map(computed, args), **kwargs)
 
     def __getattr__(self, name):
         return getattr(self.whole(), name)
@@ -111,7 +117,7 @@ def computed_in_full(name):
     return lambda hidden, *others: getattr(hidden.whole(), name)(*others)
 
 
-for name in ("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "matmul", "neg"):
+for name in "add radd sub rsub mul rmul truediv matmul pow neg gt ge lt le len".split():
     setattr(Hidden, f"__{name}__", computed_in_full(f"__{name}__"))
 
 
@@ -129,7 +135,7 @@ def same_numbers():
         packed = read_states(trunk, tokens[:, :3], mask[:, :3], cache)
         column = torch.full((len(tokens),), 3)
         decoded = decode(trunk, tokens[:, 3], column, cache[:, :, :4])
-    except (RuntimeError, AttributeError, IndexError):  # it reads what only the grid has
+    except Exception:  # a block that reads what only the grid has may raise anything
         return False
     pairs = (packed, hidden[:, :3][mask[:, :3]]), (decoded, hidden[:, 3])
     pairs += ((read_states(trunk, tokens, mask), hidden[mask]),)

@@ -88,7 +88,7 @@ def text_reward(function, tokenizer):
         texts = texts_of(tokenizer, tokens, mask)
         try:
             scores = function(*texts)
-        except Exception as error:  # it is the user's code: whatever it raises, the run is saved
+        except Exception as error:  # it is the user's code: it may raise anything
             where = traceback.extract_tb(error.__traceback__)[-1]
             raise UserError(
                 f"--reward: {type(error).__name__}: {error} ({where.filename}, line {where.lineno})"

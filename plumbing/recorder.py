@@ -78,6 +78,11 @@ class Recorder:
         self.step, self.steps = step, steps
         self.lines = [line for line in read_log(path) if line["step"] <= step]
         self.tracked = self.lines[-1].get("tracked", []) if self.lines else []
+        try:
+            [(x["prompt_ids"], x["ids"], x["score"], x["ended"]) for x in self.tracked]
+        except (KeyError, TypeError):
+            print(f"{path} is damaged, or another version's: it begins anew")
+            self.lines, self.tracked = [], []
         self.look_ahead(policy, ref, config)
 
     def record(self, policy, ref, batch, metrics, config):

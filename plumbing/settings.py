@@ -5,6 +5,7 @@ read_flags() allows. So the same line tells a reader, a user and the check.
 """
 
 import argparse
+import ctypes
 import dataclasses
 import functools
 import inspect
@@ -160,6 +161,16 @@ def prepare(run):
     """Lock the folder of the run, seed everything, and compute the networks fast (fast.py)."""
     lock(run.out)
     torch.manual_seed(run.seed)
+    if (
+        sys.platform == "linux"
+        and run.device == "cpu"
+        and hasattr(libc := ctypes.CDLL(None), "mallopt")
+    ):
+        # Keep freed memory for the next step. By default each large tensor is fetched anew from the
+        # system, page by page: an iteration of PPO then takes 6 to 12 % longer.
+        m_trim_threshold, m_mmap_threshold = -1, -3
+        libc.mallopt(m_trim_threshold, 2**31 - 1)
+        libc.mallopt(m_mmap_threshold, 2**25)
     if run.device == "cuda" and run.dtype == "bfloat16":
         torch.set_float32_matmul_precision("high")  # for the heads, which stay float32: TF32
     fast.install(torch.bfloat16 if run.dtype == "bfloat16" else None, run.grad_checkpoint)

@@ -1,6 +1,7 @@
 """How far a run has come: its log, the state from which --resume goes on, and how long a run of
 stages 1 and 2 lasts."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -131,6 +132,8 @@ class State:
         self.parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
         self.path, self.log_path = run.out / f"{kind}_state.pt", run.out / f"{kind}.jsonl"
         self.made_from = made_from or {}
+        if run.tensorboard:
+            summary_writer()  # if it is missing, say so before anything is overwritten
         self.step, self.seconds, self.done, self.values = 0, 0.0, False, {}
         for half_written in run.out.glob(".*.tmp"):  # by a run that was killed
             half_written.unlink()
@@ -206,6 +209,8 @@ class State:
         try:
             while self.step < schedule.steps:
                 yield self.step
+            if self.interrupted:  # after the last step was saved
+                raise KeyboardInterrupt(f"step {self.step} is saved, --resume goes on from there")
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -214,7 +219,8 @@ class State:
         """At the first Ctrl-C or SIGTERM the loop ends its step and saves; a second one kills."""
         self.interrupted = True
         signal.signal(number, signal.SIG_DFL)
-        print("stopping after this step; once more ends the run at once", flush=True)
+        with contextlib.suppress(OSError):  # in a pipe, Ctrl-C has ended its reader too
+            print("stopping after this step; once more ends the run at once", flush=True)
 
     def end_step(self, metrics, tokens, show):
         """Log the metrics of a step, and print those named in `show` every few seconds; save the
@@ -230,12 +236,12 @@ class State:
         self.log.flush()
         self.to_board(record)
         now, last = time.perf_counter(), self.step == self.schedule.steps
-        if now - self.shown > SHOW_SECONDS or "val_loss" in metrics or last:
-            self.shown = now
-            self.print_line(metrics, show, speed)
         long_ago = now - self.saved > max(SAVE_SECONDS, 20 * self.saving)
         if self.interrupted or long_ago or last or self.step % self.run.save_every == 0:
             self.save()
+        if now - self.shown > SHOW_SECONDS or "val_loss" in metrics or last:
+            self.shown = now
+            self.print_line(metrics, show, speed)
         if self.interrupted:
             saved = f"step {self.step} is saved"
             raise KeyboardInterrupt(f"{saved}, --resume goes on from there")

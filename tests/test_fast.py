@@ -315,6 +315,11 @@ EDITS = {  # what is written instead of what; which functions fast.py then finds
     "ReLU": ('nn.GELU("tanh")', "nn.ReLU()", ""),
     "what goes out": ("return self.out(self.attend", "return 0.5 * self.out(self.attend", ""),
     "attention": ("q, k, v, is_causal=True", "q, k, 2 * v, is_causal=True", "Attention.attend"),
+    "grid": (
+        "return self.out(self.attend",
+        "B, T, C = x.shape\n        return self.out(0.5 * self.attend",
+        "Block",
+    ),
     "mixing": (
         "x = x + self.dropout(self.att",
         "x = x + x.mean(-2, True) + self.dropout(self.att",
@@ -390,6 +395,7 @@ def test_a_promise_of_hidden_states_can_be_used_like_a_tensor():
         (hidden + 1, plain + 1), (1 + hidden, 1 + plain), (hidden - 2, plain - 2),
         (2 - hidden, 2 - plain), (hidden * 3, plain * 3), (3 * hidden, 3 * plain),
         (hidden / 2, plain / 2), (-hidden, -plain), (hidden @ torch.ones(8).double(), plain.sum(-1)),
-        (torch.relu(hidden), plain.relu()),
+        (torch.relu(hidden), plain.relu()), (hidden**2, plain**2), (len(hidden), 3),
+        (torch.cat([hidden, hidden], 1), torch.cat([plain, plain], 1)),
     ):  # fmt: skip
         assert_equal(torch.as_tensor(a), torch.as_tensor(b), 1e-9)

@@ -181,3 +181,12 @@ def test_what_is_not_whitened_is_left_as_it_is_and_unknown_prompts_have_no_grade
         assert (line["mean"], line["std"]) == (0, 1) and len(line["sampled"]) == 1
         for x in line["tracked"] + line["sampled"]:
             assert x["whitened"] == x["advantage"]
+
+
+def test_a_damaged_file_begins_anew(tmp_path, capsys):
+    train(tmp_path / "x", 1)
+    path = tmp_path / "x"
+    line = read(path)[0]
+    path.write_text(json.dumps(line | {"tracked": [{"ids": [1]}]}) + "\n")
+    recorder = Recorder(path, {}, None, None, None, None, PPOConfig(), 3, 9)
+    assert recorder.lines == recorder.tracked == [] and "begins anew" in capsys.readouterr().out

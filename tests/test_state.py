@@ -380,3 +380,35 @@ def test_a_missing_tensorboard_is_said(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
     with pytest.raises(UserError, match="--tensorboard needs a package .* pip install tensorboard"):
         state.summary_writer()
+
+
+def test_a_missing_tensorboard_costs_no_earlier_run(tmp_path, monkeypatch):
+    def missing():
+        raise UserError("--tensorboard needs a package that is missing")
+
+    monkeypatch.setattr(state, "summary_writer", missing)
+    run = RunConfig(out=str(tmp_path), tensorboard=True)
+    with pytest.raises(UserError, match="missing"):
+        state.State("sft", run, {})
+
+
+def test_a_first_ctrl_c_saves_also_where_nobody_reads_the_output(tmp_path, monkeypatch):
+    def closed(*_, **__):
+        raise BrokenPipeError
+
+    it = state.State("sft", RunConfig(out=str(tmp_path)), {"data": 1})
+    with pytest.raises((KeyboardInterrupt, BrokenPipeError)):
+        for _ in it.steps_left(state.Schedule(5, 0, False)):
+            with monkeypatch.context() as patch:
+                patch.setattr("builtins.print", closed)
+                it.interrupt(signal.SIGINT, None)
+                it.end_step({"loss": 1.0, "val_loss": 1.0}, 1, ["loss"])
+    assert read_contents(it.path, ["state"])["step"] == 1
+
+
+def test_ctrl_c_after_the_last_step_ends_the_run(tmp_path):
+    it = state.State("sft", RunConfig(out=str(tmp_path)), {"data": 1})
+    with pytest.raises(KeyboardInterrupt, match="step 1 is saved"):
+        for _ in it.steps_left(state.Schedule(1, 0, False)):
+            it.end_step({"loss": 1.0}, 1, ["loss"])
+            it.interrupt(signal.SIGINT, None)

@@ -34,7 +34,7 @@ from plumbing.rows import pad_completions, read_ids, read_prompts
 from plumbing.settings import RunConfig, prepare, read_flags
 from plumbing.state import State, fingerprint, settings_of
 from plumbing.training import adamw, batch_of, loss_in_pieces, rollout_in_pieces, set_lr
-from plumbing.watch import Watch, check_settings
+from plumbing.watch import Watch, check_settings, warn_about
 from train_ppo import StageConfig
 from variations import CRITIC, TERMS, refuse_flags, take_flags
 
@@ -85,6 +85,7 @@ def main():
     data = fingerprint(pairs, prompts, tokenizer.tokens)
     settings = settings_of(run, config, stage, flags, algorithm="DPO", data=data)
     state = State("ppo", run, settings, models.facts, policy=policy, optimizer=optimizer)
+    warn_about(prompts, models, config)
     watch = Watch(state, models, ref, config, stage)
     rollout = rollout_in_pieces(stage.rollout_batch)
     loss_of = loss_in_pieces(partial(pair_loss, ref=ref, ipo=flags.ipo), stage.micro_batch)
@@ -103,6 +104,7 @@ def main():
 
     save_checkpoint(run.out / "ppo.pt", "ppo", policy, tokenizer)
     state.finish()
+    print(f"saved {run.out / 'ppo.pt'}{'' if stage.no_report else '; now the report'}")
     if not stage.no_report:
         print_report(make_report(models, prompts, val_prompts, run, config, stage, "DPO"))
     print(f"open {write_page(run.out, stage.models)} in a browser to see the run")

@@ -19,6 +19,7 @@ import torch
 
 from data.zoo import label
 from minippo import PPOConfig
+from plumbing import fast
 from plumbing.checkpoints import load_checkpoint, read_contents
 from plumbing.errors import run_script
 from plumbing.report import respond
@@ -40,6 +41,7 @@ class IterateConfig:
 
 def main():
     (config,) = read_flags(__doc__, IterateConfig())
+    fast.install()
     models, data = config.models, Path(config.data)
     for number in range(1, config.rounds + 1):
         out = Path(config.out) / str(number)
