@@ -285,7 +285,7 @@ SCRIPT_MUTANTS = [
     ),
     Mutant(
         "the reference is not saved",
-        [('"ref": ref, ', "")],
+        [('parts["ref"] = ref if stage.ref_update_every else None', 'parts["ref"] = None')],
         "references that are loaded anew, although they have moved",
         "after an interruption the KL is measured against the SFT model again",
         GOES_ON,
