@@ -227,7 +227,10 @@ def response_mask(prompt_lengths, lengths, columns):
 
 
 def row_lengths(mask):
-    """mask (B, T-1) -> (B,): tokens of prompt and response. The last action is at length - 2."""
+    """mask (B, T-1) -> (B,): tokens of prompt and response. The last action is at length - 2.
+    ValueError if a response is empty: it has no action, so its score could be paid nowhere."""
+    if not mask.any(1).all():
+        raise ValueError("a response is empty: it needs a token, if only the end token")
     return (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1) + 2
 
 
@@ -237,9 +240,14 @@ def masked_mean(x, mask):
     return x[mask].mean()
 
 
+def at_least_float32(x):
+    """x, but never in 16 bits: rounded to those, a log-probability of -10 is off by up to 3 %."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def gather_logprobs(logits, targets, temperature=1.0):
     """log softmax(logits / temperature) at the targets, in nats: (..., V), (...) -> (...)."""
-    flat = logits.reshape(-1, logits.shape[-1])
+    flat = at_least_float32(logits.reshape(-1, logits.shape[-1]))
     flat = flat if temperature == 1 else flat / temperature
     nats = torch.nn.functional.cross_entropy(flat, targets.flatten(), reduction="none")
     return -nats.view(targets.shape)  # cross-entropy is -log softmax at the target
@@ -257,9 +265,9 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0, with_entropy=True):
     check_mask(mask, tokens[:, 1:])
     states, actions = tokens[:, :-1], tokens[:, 1:]
     hidden, value_hidden = policy.hidden(states)
-    logits = policy.lm_head(hidden[mask])  # (N, V), not (B, T-1, V): V is large
+    logits = at_least_float32(policy.lm_head(hidden[mask]))  # (N, V), not (B, T-1, V): V is large
     logprobs = gather_logprobs(logits, actions[mask], temperature)  # (N,)
-    values = policy.value_head(value_hidden[mask]).squeeze(-1)  # (N,)
+    values = at_least_float32(policy.value_head(value_hidden[mask]).squeeze(-1))  # (N,)
     entropy = torch.zeros_like(values)
     if with_entropy:  # H = E[-log p]; without it the entropy is 0, and time is saved
         log_p = torch.log_softmax(logits / temperature, -1)
@@ -448,9 +456,14 @@ def whiten(x, mask):
 
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
-    """PPO's clipped objective (eq. 7 of its paper) as a loss: (B, T-1) each -> scalar, stats."""
+    """PPO's clipped objective (eq. 7 of its paper) as a loss: (B, T-1) each -> scalar, stats.
+
+    Only logprobs has a gradient. What was recorded is constant: hence detach(), for callers who
+    recorded it with a gradient.
+    """
     check_mask(mask, logprobs, old_logprobs, advantages)
-    log_ratio, advantages = (logprobs - old_logprobs)[mask], advantages[mask]  # (N,)
+    log_ratio = (logprobs - old_logprobs.detach())[mask]  # (N,)
+    advantages = advantages.detach()[mask]
     ratio = log_ratio.exp()  # pi / old
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages
@@ -471,7 +484,7 @@ def value_loss(values, old_values, returns, mask, clip):
     has moved enough. One of 0.1 or -0.3 has one. On the default task this changes nothing.
     """
     check_mask(mask, values, old_values, returns)
-    values, old_values, returns = values[mask], old_values[mask], returns[mask]  # (N,)
+    values, old_values, returns = values[mask], old_values.detach()[mask], returns.detach()[mask]
     clipped = old_values + (values - old_values).clamp(-clip, clip)
     loss = 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2).mean()
     return loss, {"value_loss": loss.item()}
