@@ -80,7 +80,7 @@ def main():
     load_weights(best, "rm", model)
     facts = validate(model, val_pairs, run.device, config.micro_batch)
     normalise(model.eval(), sft, prompts, answer, config.micro_batch)
-    facts["max_new_tokens"] = answer.max_new_tokens
+    facts |= {"max_new_tokens": answer.max_new_tokens, "sft": sft_facts}
     save_checkpoint(run.out / "rm.pt", "rm", model, tokenizer, **facts)
     state.finish()
     best.unlink()

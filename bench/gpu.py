@@ -4,8 +4,8 @@ products.
     python -m bench.gpu        needs a CUDA GPU and transformers; writes bench/results.json
     python -m bench.gpu --try  a tiny model on whatever there is, to see that it works
 
-Random weights, 64 and 256 prompts of 64 tokens, 64 new tokens each, 4 epochs x 4 minibatches,
-bfloat16 for the matrix products.
+Random weights, 64 and 256 prompts of 16 to 64 tokens, 64 new tokens each, 4 epochs x 4 minibatches,
+bfloat16 for the matrix products, with the second scoring that train_ppo.py does then.
 """
 
 import statistics
@@ -21,9 +21,9 @@ from plumbing.settings import RunConfig, prepare
 from plumbing.training import adamw
 
 GPT2 = {"vocab_size": 50257, "context": 1024, "layers": 12, "heads": 12, "channels": 768}
-GPT2 |= {"prompt": (64, 64), "new": 64}
+GPT2 |= {"prompt": (16, 64), "new": 64}
 TINY = {"vocab_size": 300, "context": 128, "layers": 2, "heads": 2, "channels": 32}
-TINY |= {"prompt": (8, 8), "new": 8}
+TINY |= {"prompt": (2, 8), "new": 8}
 
 
 def matrix_rate(device, size):
@@ -54,20 +54,25 @@ def theirs(size, work, device):
     shape |= dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
     config = GPT2Config(bos_token_id=0, eos_token_id=None, **shape)
     model = GPT2LMHeadModel(config).to(device).eval()
-    prompts = torch.tensor(work.prompts, device=device)
+    width = max(map(len, work.prompts))
+    padding = [[0] * (width - len(prompt)) for prompt in work.prompts]  # on the left
+    prompts = torch.tensor([a + b for a, b in zip(padding, work.prompts)], device=device)
+    lengths = torch.tensor([*map(len, work.prompts)], device=device)
+    inside = torch.arange(width, device=device) >= width - lengths[:, None]
     autocast = torch.autocast(torch.device(device).type, torch.bfloat16)
-    settings = {"do_sample": True, "top_k": 0, "attention_mask": torch.ones_like(prompts)}
+    settings = {"do_sample": True, "top_k": 0, "attention_mask": inside.long()}
     settings |= {"max_new_tokens": size["new"], "min_new_tokens": size["new"]}
     with autocast, torch.no_grad():
         sampling = seconds_of(lambda: model.generate(prompts, **settings), 3)
-    optimizer, tokens, new = adamw(model, 1e-6), work.batch["tokens"], size["new"]
+    optimizer, tokens, mask = adamw(model, 1e-6), work.batch["tokens"], work.batch["mask"]
 
     def steps():
         for _ in range(work.config.epochs):
-            for rows in tokens.chunk(work.config.minibatches):
+            parts = work.config.minibatches
+            for rows, read in zip(tokens.chunk(parts), mask.chunk(parts)):
                 with autocast:
-                    logits = model(rows[:, :-1]).logits[:, -new:].flatten(0, 1)
-                    loss = F.cross_entropy(logits.float(), rows[:, -new:].flatten())
+                    logits = model(rows[:, :-1]).logits[read]
+                    loss = F.cross_entropy(logits.float(), rows[:, 1:][read])
                 loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -88,7 +93,7 @@ def main():
     print(f"{name}: {rate / 1e12:.1f} T operations/s in a large bfloat16 product")
     result = {"device": {"name": name, "rate": rate}}
     for batch in (64, 256):
-        work = Workload(size | {"batch": batch}, device)
+        work = Workload(size | {"batch": batch}, device, second_scoring=True)
         row = ours(work)
         share = row["operations"] / row["update"] / rate
         row |= theirs(size, work, device)

@@ -27,7 +27,7 @@ from plumbing.errors import UserError, run_script
 from plumbing.fast import generate
 from plumbing.rows import read_prompts
 from plumbing.settings import RunConfig, prepare
-from plumbing.training import adamw
+from plumbing.training import adamw, rollout_in_pieces
 
 SHAPE = ("vocab_size", "context", "layers", "heads", "channels")
 SMALL = {"vocab_size": 1024, "context": 128, "layers": 4, "heads": 4, "channels": 128}
@@ -50,8 +50,9 @@ def now():
 class Workload:
     """Models, prompts and settings of one PPO iteration; size None: those of the default task."""
 
-    def __init__(self, size, device="cpu"):
+    def __init__(self, size, device="cpu", second_scoring=False):
         torch.manual_seed(0)
+        self.second_scoring = second_scoring
         if size is None:
             policy, tokenizer, _ = load_checkpoint(ROOT / "out" / "sft.pt", ["sft"])
             reward_model, _, _ = load_checkpoint(ROOT / "out" / "rm.pt", ["rm"])
@@ -87,9 +88,10 @@ class Workload:
 
             return call
 
-        rollout = timed(functools.partial(minippo.rollout, generate=timed(generate)))
+        # Timed are generate() by itself and all of the rollout.
+        rollout = rollout_in_pieces(0, self.second_scoring, timed(generate))
         models = self.policy, self.ref, self.score
-        settings = self.optimizer, self.config, self.config.kl_coef, rollout
+        settings = self.optimizer, self.config, self.config.kl_coef, timed(rollout)
         self.batch, _ = minippo.ppo_iteration(*models, self.prompts, *settings)
         times.append(now())
         phases = ("rollout", "scoring", "update")

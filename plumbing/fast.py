@@ -278,14 +278,21 @@ def fast_draw(logits):
 
 def casts_kept(function):
     """Autocast forgets the weights that it has cast when the outermost autocast ends. So put one
-    that casts nothing around all. (It keeps those of models in training only: of a frozen one it
-    casts each weight for each token.)"""
+    that casts nothing around all. It keeps only those that may get a gradient: so here those of a
+    frozen model may, too. (No gradient is computed.)"""
 
     @functools.wraps(function)
     def wrapped(policy, *args, **kwargs):
         kind, dtype = policy.lm_head.weight.device.type, OPTIONS["dtype"]
-        with torch.autocast(kind, dtype, enabled=False) if dtype else contextlib.nullcontext():
-            return function(policy, *args, **kwargs)
+        frozen = [weight for weight in policy.parameters() if not weight.requires_grad]
+        try:
+            for weight in frozen:
+                weight.requires_grad_(True)
+            with torch.autocast(kind, dtype, enabled=False) if dtype else contextlib.nullcontext():
+                return function(policy, *args, **kwargs)
+        finally:
+            for weight in frozen:
+                weight.requires_grad_(False)
 
     return wrapped
 
@@ -325,9 +332,10 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=None):
         tokens[at], mask[at], logprobs[at] = token, True, gather_logprobs(logits, token)
         values[at] = policy.value_head(hidden).squeeze(-1)
         ended = ended | (token == policy.config.eos) | (column + 1 == context)
-        if ended.all() or step + 1 == steps:
+        left = len(rows) - int(ended.sum())
+        if not left or step + 1 == steps:
             break
-        if 2 * ended.sum() > len(rows):  # to drop rows is to copy the cache: not for a few
+        if 2 * left < len(rows):  # to drop rows is to copy the cache: not for a few
             on = ~ended
             rows, token, column, ended = rows[on], token[on], column[on], ended[on]
             cache = cache[:, on]

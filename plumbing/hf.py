@@ -159,15 +159,16 @@ def export(path, folder):
     print(f"wrote {folder}: {kind.__name__}")
 
 
-def read_scorer(folder):
+def read_scorer(folder, device="cpu"):
     """An exported reward model: a function of B prompts and B ended responses -> B floats."""
     transformers = import_transformers()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    model = model.to(device).eval()
 
     @torch.no_grad()
     def score(prompts, responses):
-        rows = tokenizer(prompts, responses, padding=True, return_tensors="pt")
+        rows = tokenizer(prompts, responses, padding=True, return_tensors="pt").to(device)
         return model(rows["input_ids"], attention_mask=rows["attention_mask"]).logits[:, 0].tolist()
 
     return score

@@ -52,7 +52,9 @@ def load_models(folder, device, reward="", policy="", reference="", separate_cri
         reward_model, rm_tokenizer, facts["rm"] = load_checkpoint(
             Path(folder) / "rm.pt", ["rm"], device
         )
-        if rm_tokenizer.tokens != tokenizer.tokens or reward_model.config != sft.config:
+        same = rm_tokenizer.tokens == tokenizer.tokens and reward_model.config == sft.config
+        # The figures of the SFT model that it was made from; older files do not hold them.
+        if not same or facts["rm"].pop("sft", sft_facts) != sft_facts:
             stale = "rm.pt was not made from sft.pt; run train_rm.py again after train_sft.py"
             raise UserError(f"{folder}: {stale}")
         reward_model = frozen_copy(reward_model)

@@ -40,7 +40,7 @@ class RunConfig:
     device: str = "auto"  # auto, cpu or cuda
     dtype: str = "float32"  # float32, or bfloat16 for the matrix products inside the blocks
     grad_checkpoint: bool = False  # less memory, a third more time: compute activations twice
-    seed: int = 0  # of everything random: on one machine the same seed gives the same result [0, 2147483648]
+    seed: int = 0  # of all that is random; on a CPU, the same seed repeats a run [0, 2147483648]
     resume: bool = False  # go on where an interrupted run stopped
     overwrite: bool = False  # begin again, although an interrupted run is there
     save_every: int = 100  # steps between two saves of the state; it is saved by time too [1, inf]
@@ -171,6 +171,9 @@ def prepare(run):
         m_trim_threshold, m_mmap_threshold = -1, -3
         libc.mallopt(m_trim_threshold, 2**31 - 1)
         libc.mallopt(m_mmap_threshold, 2**25)
-    if run.device == "cuda" and run.dtype == "bfloat16":
-        torch.set_float32_matmul_precision("high")  # for the heads, which stay float32: TF32
+    # float32 means float32, whatever the environment says; with bfloat16, the heads use TF32.
+    half = run.device != "cpu" and run.dtype == "bfloat16"
+    torch.set_float32_matmul_precision("high" if half else "highest")
+    # cuDNN's attention plans anew for each new shape, and nearly every batch has one.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     fast.install(torch.bfloat16 if run.dtype == "bfloat16" else None, run.grad_checkpoint)

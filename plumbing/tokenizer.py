@@ -90,6 +90,7 @@ def printable(text):
 
 def texts_of(tokenizer, tokens, mask):
     """Rows (B, T) and their masks (B, T-1) -> their prompts and their responses as text."""
+    tokens, mask = tokens.cpu(), mask.cpu()  # at once: each row by itself would wait for the GPU
     begins = mask.int().argmax(1) + 1
     prompts = [tokenizer.decode(row[:begin].tolist()) for row, begin in zip(tokens, begins)]
     responses = [tokenizer.decode(row[1:][inside].tolist()) for row, inside in zip(tokens, mask)]

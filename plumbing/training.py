@@ -163,7 +163,7 @@ def loss_in_pieces(loss_of, size):
     return in_pieces
 
 
-def rollout_in_pieces(size, second_scoring=False):
+def rollout_in_pieces(size, second_scoring=False, generate=None):
     """minippo.rollout, sampling fast, and no more than `size` responses at once; 0: all of them.
 
     second_scoring: compute log-probabilities and values once more, as training will. In bfloat16
@@ -172,7 +172,8 @@ def rollout_in_pieces(size, second_scoring=False):
 
     def rollout(policy, ref, score, prompts, config):
         pieces = split_batch(prompts, size or len(prompts))
-        batches = [minippo.rollout(policy, ref, score, p, config, fast.generate) for p in pieces]
+        sample = generate or fast.generate
+        batches = [minippo.rollout(policy, ref, score, p, config, sample) for p in pieces]
         for batch in batches if second_scoring else ():
             with torch.no_grad():
                 batch["old_logprobs"], batch["old_values"], _ = minippo.evaluate_actions(

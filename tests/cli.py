@@ -190,5 +190,5 @@ def write_models(folder):
     nats = {"val_loss": 5.0, "val_loss_se": 0.1, "val_tokens": 100}
     save_checkpoint(folder / "sft.pt", "sft", sft, tokenizer, **nats)
     right = {"val_loss": 0.6, "val_accuracy": 0.7, "val_accuracy_se": 0.01, "max_new_tokens": 8}
-    save_checkpoint(folder / "rm.pt", "rm", model, tokenizer, **right)
+    save_checkpoint(folder / "rm.pt", "rm", model, tokenizer, **right, sft=nats)
     return folder

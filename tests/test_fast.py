@@ -275,12 +275,14 @@ class Casts(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def test_in_bfloat16_each_weight_is_cast_once_for_all_tokens_of_a_response():
-    policy = GPT(GPTConfig(300, 64, 2, heads=2, channels=16)).eval()
+@pytest.mark.parametrize("frozen", [False, True])
+def test_in_bfloat16_each_weight_is_cast_once_for_all_tokens_of_a_response(frozen):
+    policy = GPT(GPTConfig(300, 64, 2, heads=2, channels=16)).eval().requires_grad_(not frozen)
     fast.install(torch.bfloat16)
     with Casts(policy) as casts:
         tokens, *_ = fast.generate(policy, [[1, 2]] * 4, 20)
     assert tokens.shape[1] > 12 and casts.count == 2 * 4  # two layers of four matrices
+    assert all(weight.requires_grad != frozen for weight in policy.parameters())
 
 
 # What is edited in minippo.py is what runs

@@ -255,8 +255,10 @@ def test_the_mask_marks_the_actions_from_the_first_response_token_to_the_end_tok
     assert_equal(response_mask(prompt_lengths, lengths, 4), marks("xxx", ".x.", "..."))
 
 
-def test_a_row_is_as_long_as_its_last_action_says():
+def test_a_row_is_as_long_as_its_last_action_says_and_has_one():
     assert row_lengths(marks("..xx.", "x....", "....x", "xxxxx")).tolist() == [5, 2, 6, 6]
+    with pytest.raises(ValueError, match="a response is empty"):
+        row_lengths(marks("..xx", "...."))
 
 
 def test_the_masked_mean_sees_the_mask_only():
@@ -275,6 +277,23 @@ def test_gathered_logprobs_are_the_log_softmax_at_the_targets(shape, temperature
     assert_equal(gather_logprobs(logits, targets, temperature), expected)
     if temperature == 1:
         assert_equal(gather_logprobs(logits, targets), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_log_probabilities_are_never_in_16_bits(dtype):
+    policy, logits = tiny_gpt().float(), (8 * noise(50, 9)).to(dtype)
+    targets = torch.randint(9, (50,))
+    scored = gather_logprobs(logits, targets)
+    assert scored.dtype == torch.float32
+    assert_equal(scored.double(), gather_logprobs(logits.double(), targets), 1e-5)
+    tokens, mask = torch.randint(11, (2, 5)), marks(".xx.", "..xx")
+    full = evaluate_actions(policy, tokens, mask)
+    with torch.autocast("cpu", torch.bfloat16):
+        near = evaluate_actions(policy, tokens, mask)
+    half = evaluate_actions(policy.to(torch.bfloat16), tokens, mask)
+    for x, a, b in zip(full, near, half):
+        assert a.dtype == b.dtype == torch.float32
+        assert (x - a).abs().max() < 0.2 > (x - b).abs().max()
 
 
 MASKED = {  # functions of tensors (B, T-1), and what they are called with besides
@@ -614,6 +633,16 @@ def test_the_policy_loss_and_its_stats_by_hand():
     assert stats == pytest.approx(expected)  # clip_frac counts both sides
     loss.backward()
     assert_equal(logprobs.grad, f64([[0, -1, 0], [-1.8, -2.1, 0]]) / 4)
+
+
+def test_only_what_is_computed_now_has_a_gradient():
+    x = f64([[0.1, -0.2]]).requires_grad_()
+    recorded, mask = 2 * x, marks("xx")  # carelessly, with its gradient
+    policy_loss(x, recorded, recorded, mask, math.inf)[0].backward()
+    assert_equal(x.grad, -(-x.detach()).exp() * recorded.detach() / 2)  # grad ratio = ratio
+    x.grad = None
+    value_loss(x, recorded, 3 * x, mask, math.inf)[0].backward()
+    assert_equal(x.grad, (x - 3 * x).detach() / 2)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ import train_rm
 import train_sft
 from cli import FLAGS, run, shell, write_data
 from minippo import GPT, GPTConfig, PPOConfig
-from plumbing import settings
 from plumbing.checkpoints import load_checkpoint, save_checkpoint
 from plumbing.errors import UserError, explain, run_script
 from plumbing.settings import RunConfig, explanations, read_flags
@@ -241,6 +240,7 @@ FILE_CASES = [
         ["rm.pt was not made from sft.pt; run train_rm.py again"],
     ),
     ("ppo", "", smaller("sft.pt", "sft"), ["rm.pt was not made from sft.pt"]),
+    ("ppo", "", trained_again("sft"), ["rm.pt was not made from sft.pt"]),
     ("ppo", "--policy {folder}/x", foreign("x", "ppo"), ["x: was not made from", "sft.pt"]),
     ("ppo", "--policy {folder}/x", smaller("x", "ppo"), ["x: was not made from", "sft.pt"]),
     ("ppo", "--reference {folder}/rm.pt", None, ["rm.pt: holds 'rm', not 'ppo' or 'sft'"]),
@@ -428,17 +428,6 @@ def test_the_machine_is_chosen_and_missing_gpus_are_named(monkeypatch):
         )
     with pytest.raises(UserError, match="--device cuda: this PyTorch sees no CUDA GPU; use --dev"):
         RunConfig(device="cuda")
-
-
-def test_a_run_is_seeded_and_its_folder_is_locked(tmp_path):
-    run = RunConfig(
-        out=tmp_path / "a" / "b", device="cpu", seed=7, dtype="bfloat16", grad_checkpoint=True
-    )
-    settings.prepare(run)
-    assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(7).get_state())
-    assert settings.fast.OPTIONS == {"dtype": torch.bfloat16, "recompute": True, "installed": True}
-    settings.prepare(RunConfig(out=tmp_path / "a" / "b", device="cpu"))  # this process may
-    assert settings.fast.OPTIONS == {"dtype": None, "recompute": False, "installed": True}
 
 
 # Errors

@@ -268,10 +268,17 @@ def locks():
 
 def test_the_seed_and_the_flags_decide_how_a_run_computes(tmp_path, locks):
     draws = []
+    torch.set_float32_matmul_precision("medium")  # whatever was set before, float32 is float32
     for seed, flags in ((7, {}), (7, {"dtype": "bfloat16"}), (8, {"grad_checkpoint": True})):
         settings.prepare(RunConfig(device="cpu", out=tmp_path, seed=seed, **flags))
         dtype = torch.bfloat16 if "dtype" in flags else None
         expected = {"dtype": dtype, "recompute": "grad_checkpoint" in flags, "installed": True}
         assert fast.OPTIONS == expected
         draws.append(noise(3).tolist())
-    assert draws[0] == draws[1] != draws[2]
+        assert torch.get_float32_matmul_precision() == "highest"
+    assert draws[0] == draws[1] != draws[2] and not torch.backends.cuda.cudnn_sdp_enabled()
+    run = RunConfig(device="cpu", out=tmp_path, dtype="bfloat16")
+    run.device = "cuda"
+    settings.prepare(run)
+    assert torch.get_float32_matmul_precision() == "high"
+    torch.set_float32_matmul_precision("highest")

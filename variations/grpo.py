@@ -5,7 +5,7 @@
 
 For the k responses to a prompt (DeepSeekMath, arXiv:2402.03300, section 4.1.2 and eq. 3 and 4)
 
-    A_i = (score_i - mean) / std        of the k scores; std with 1 / k (in TRL 1 / (k - 1))
+    A_i = (score_i - mean) / std        of the k scores; std with 1 / (k - 1), as in TRL
     L = mean over i of the mean over the tokens of response i of
         min(ratio A_i, clipped ratio A_i) - beta (q - 1 - log q),       q = ref / pi of the token
 
@@ -13,8 +13,9 @@ What each part does to the expected step (at ratio 1; tests/test_variations.py, 
 
 mean    of all k, response i among them: (k - 1) / k of the gradient of E[score].
 std     no longer that gradient: prompts whose scores hardly differ count as much as others. With
-        k = 2, A is 1 or -1, however far apart the scores are, and the step is the gradient of
-        P(win) - P(lose) against another sample. Beta is not divided by std.
+        k = 2, A is 0.71 or -0.71 (with 1 / k in std: 1 or -1), however far apart the scores are,
+        and the step is the gradient of P(win) - P(lose) against another sample, times that number.
+        Beta is not divided by std.
 tokens  count less in long responses. --no_length: all alike (Dr. GRPO divides by a constant).
 k3      q - 1 - log q as a loss has the gradient of KL(ref || pi); PPO's J has KL(pi || ref).
 """
@@ -33,7 +34,7 @@ def group_advantages(scores, k, no_std=False):
     """(B,), the k responses to a prompt in a row -> (B,)."""
     scores = scores.view(-1, k)
     advantages = scores - scores.mean(1, keepdim=True)
-    std = 1.0 if no_std else scores.std(1, correction=0, keepdim=True).clamp(min=1e-4)
+    std = 1.0 if no_std else scores.std(1, keepdim=True).clamp(min=1e-4)
     return (advantages / std).flatten()
 
 

@@ -29,7 +29,8 @@ def train_grpo(run, config, stage, flags, prompts, tokenizer, processes):
     import trl
     from datasets import Dataset
 
-    scorer, M, B = read_scorer(run.out / "rm"), config.minibatches, stage.batch_size
+    scorer = read_scorer(run.out / "rm", run.device)
+    M, B = config.minibatches, stage.batch_size
     steps = M * config.epochs  # gradient steps in an iteration
     if B % flags.k or B % (M * processes):
         multiple = f"should be a multiple of {flags.k} and of {M * processes}"
@@ -83,6 +84,7 @@ def main(train=train_grpo):
     defaults = RunConfig(out="out/outgrow"), PPOConfig(), StageConfig(models="out")
     run, config, stage = read_flags(__doc__, *defaults)
     processes = PartialState(cpu=run.device == "cpu")
+    run.device = str(processes.device)  # each process has a GPU of its own
     models = load_models(stage.models, run.device)
     context = models.policy.config.context
     prompts = read_prompts(run.data, "train", models.tokenizer, context)

@@ -62,8 +62,8 @@ VARIATION_MUTANTS = [
     ),
     grpo(
         "std over the whole batch",
-        "scores.std(1, correction=0, keepdim=True)",
-        "scores.std(correction=0)",
+        "scores.std(1, keepdim=True)",
+        "scores.std()",
         "reshape forgotten",
         "advantages of easy and hard prompts are scaled alike",
         GROUP,
