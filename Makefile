@@ -1,6 +1,8 @@
 # Each target is a plain command that you can type yourself; see the README. The environment is made once, in .venv.
 PYTHON ?= python3
 BIN := .venv/bin
+# Tests in a process for each core; without these words in one after the other
+SIDE_BY_SIDE := -n auto
 
 help:
 	@echo "make run     the three scripts in order on the default data, then the report (writes out/); it goes on where it was stopped"
@@ -22,10 +24,10 @@ run: .venv/ready
 	$(BIN)/python train_ppo.py --resume
 
 test: .venv/ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --dist loadfile
 
 mutants: .venv/ready
-	$(BIN)/python -m pytest tests/mutants
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -v tests/mutants
 
 bench: .venv/ready
 	$(BIN)/python -m bench.speed

@@ -1,15 +1,13 @@
-"""The three scripts on data that was not made for them, with the settings that RESULTS.md names.
+"""The three scripts on film reviews, which were not made for them.
 
-    python -m bench.real reviews FOLDER      folders of data that data/README.md says how to make
-    python -m bench.real dialogues FOLDER
+    python -m bench.real FOLDER      a folder of data that data/README.md says how to make
 
-Writes the reports and the seconds into bench/results.json; no samples of the dialogues, because
-much of that text is upsetting.
+Writes the report and the seconds into bench/results.json.
 
-On the reviews PPO is checked by something else than its reward model. A fixed third of the pairs,
-with whatever else holds their text, is held out of all training. A naive Bayes classifier, which
-counts words, learns from them what a favourable review is, and judges what each model writes after
-openings that it has not seen. RLOO and DPO start from the same models as PPO.
+PPO is checked by something else than its reward model. A fixed third of the pairs, with whatever
+else holds their text, is held out of all training. A naive Bayes classifier, which counts words,
+learns from them what a favourable review is, and judges what each model writes after openings that
+it has not seen. RLOO and DPO start from the same models as PPO.
 """
 
 import json
@@ -25,7 +23,7 @@ import torch
 
 from bench import parser
 from bench.results import figures_of
-from bench.tables import ROOT, keep, load
+from bench.tables import ROOT, keep
 from minippo import PPOConfig
 from plumbing.checkpoints import load_checkpoint
 from plumbing.errors import run_script
@@ -33,25 +31,17 @@ from plumbing.models import load_models
 from plumbing.report import best_of_n_kl, means, respond
 from plumbing.settings import RunConfig, prepare
 
-SHAPE = "--vocab_size 4096 --layers 2 --channels 128"
+SHAPE = "--vocab_size 4096 --context 96 --layers 2 --channels 128"
 SETTINGS = {
-    "reviews": {
-        "train_sft.py": f"{SHAPE} --context 96 --dropout 0.2 --epochs 12 --lr 2e-3",
-        "train_rm.py": "--epochs 2 --weight_decay 1",
-        "train_ppo.py": "--kl_coef 0.25 --steps 300",
-    },
-    "dialogues": {
-        "train_sft.py": f"{SHAPE} --context 384 --dropout 0.1 --epochs 6 --lr 2e-3",
-        "train_rm.py": "--epochs 2 --weight_decay 1 --lr 3e-4",
-        "train_ppo.py": "--kl_coef 0.2 --steps 60 --batch_size 64 --max_new_tokens 32",
-    },
+    "train_sft.py": f"{SHAPE} --dropout 0.2 --epochs 12 --lr 2e-3",
+    "train_rm.py": "--epochs 2 --weight_decay 1",
+    "train_ppo.py": "--kl_coef 0.25 --steps 300",
 }
 NEIGHBOURS = {
     "RLOO": "variations.rloo --kl_coef 0.25 --steps 300",
     # With more steps it knows all pairs by heart.
     "DPO": "variations.dpo --kl_coef 0.3 --lr 1e-4 --steps 100",
 }
-NAMES = {"reviews": "film reviews", "dialogues": "dialogues"}  # in the table
 ANSWERS = 16  # to each opening
 
 
@@ -152,23 +142,20 @@ def run(*words):
 
 def main():
     flags = parser(__doc__)
-    flags.add_argument("name", choices=SETTINGS)
     flags.add_argument("folder", type=Path)
     args = flags.parse_args()
-    out, data, seconds, sections = ROOT / "out" / args.name, args.folder.resolve(), 0.0, {}
+    out, seconds = ROOT / "out" / "reviews", 0.0
+    data = out / "data"
     prepare(RunConfig(device="cpu", out=out / "judged"))  # not out, which the scripts lock
-    if args.name == "reviews":
-        data = out / "data"
-        texts = hold_out(args.folder, data)
-    for script, flags in SETTINGS[args.name].items():
+    texts = hold_out(args.folder, data)
+    for script, flags in SETTINGS.items():
         seconds += run(script, "--data", data, "--out", out, *flags.split())
     report = json.loads((out / "report.json").read_text())
-    if args.name == "reviews":
-        names = ("prompt", "sft", "ppo", "score", "kl")
-        sections["reviews"] = [{name: x[name] for name in names} for x in report["samples"]]
-        sections |= compare(data, out, *texts)
-    row = figures_of(report) | {"seconds": seconds}
-    keep(sections | {"real": load()["real"] | {NAMES[args.name]: row}})
+    names = ("prompt", "sft", "ppo", "score", "kl")
+    samples = [{name: x[name] for name in names} for x in report["samples"][:3]]
+    sections = {"reviews": samples, "real": {"film reviews": figures_of(report)}}
+    sections["real"]["film reviews"]["seconds"] = seconds
+    keep(sections | compare(data, out, *texts))
 
 
 if __name__ == "__main__":

@@ -399,7 +399,7 @@ def rows_of(jobs, flags, first):
 
 
 FIGURES = (
-    "judge score kl eos_rate response_length optimality worst_tenth win_rate_vs_sft "
+    "judge score kl eos_rate response_length optimality win_rate_vs_sft "
     "above_entropy below_ceiling val_accuracy"
 ).split()
 

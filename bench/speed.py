@@ -36,8 +36,6 @@ SMALL |= {"batch": 64, "prompt": (8, 24), "new": 48}
 MEDIUM |= {"batch": 32, "prompt": (16, 48), "new": 64}
 SIZES = {"small": SMALL, "medium": MEDIUM}
 NAMES = [*SIZES, "default"]  # the last: the models of make run, in out/
-# Each of these is doubled three times, everything else as in "small".
-GROWTH = {"batch": (16, 128), "response": (12, 96), "layers": (1, 8), "channels": (32, 256)}
 
 
 def now():
@@ -205,20 +203,6 @@ def measure(name):
     return {"seconds": seconds, "ratios": ratios}
 
 
-def growth(what, low, high):
-    """Operations and seconds of an iteration of "small" at `high`, in multiples of those at
-    `low`."""
-    known = []
-    for value in (low, high):
-        work = Workload(SMALL | {"new" if what == "response" else what: value})
-        seconds = seconds_of(work.iteration, 3)
-        known.append((sum(map(operations, work.products().values())), seconds))
-    (work, seconds), (more_work, more_seconds) = known
-    ratios = {"operations": more_work / work, "seconds": more_seconds / seconds}
-    print(f"{what:>10}, {low} to {high}: {ratios}")
-    return {"from": low, "to": high} | ratios
-
-
 def beside_nanogpt(folder, size, rounds=9):
     """A training step on full rows of random tokens: nanoGPT's, the same with GPT-2's form of GELU,
     which takes longer, and ours -> the medians of the three, and ours to each of the others."""
@@ -278,7 +262,7 @@ def main():
             result[name] = measure(name)
         except UserError as error:
             print(f"{name}: left out ({error})")
-    keep({"speed": result, "growth": {what: growth(what, *ends) for what, ends in GROWTH.items()}})
+    keep({"speed": result})
 
 
 if __name__ == "__main__":

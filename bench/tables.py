@@ -169,13 +169,6 @@ def tables_of_seeds(results):
     head.insert(2, "judge, share of the way to 3")
     out["seeds"] = table(["seed", *head, "jumps of the KL"], rows)
 
-    rows = []
-    for part, label in (("ppo_seen", "seen"), ("ppo_unseen", "unseen")):
-        missing = mean_and_error([1 - report[part]["optimality"] for report in seeds])
-        rows.append([label, cell(missing, 3), cell(mean(part, "worst_tenth"))])
-    head = ["prompts", "missing to an optimality of 1", "share of it in the worst tenth"]
-    out["gap"] = table(head, rows)
-
     names = ("judge", "score", "kl", "eos_rate", "response_length")
     systems = {
         "SFT model": (seeds[0], "sft"),
@@ -233,7 +226,7 @@ def table_of_ladder(results):
 
 
 def tables_of_real(results):
-    """What bench.real has measured: film reviews and dialogues."""
+    """What bench.real has measured on film reviews."""
     rows = []
     for name, x in results["real"].items():
         accuracy = [100 * figure for figure in pair(x, "rm", "val_accuracy")]
@@ -265,13 +258,7 @@ def tables_of_speed(results):
         seconds = [cell(x["seconds"][phase]) for phase in phases]
         rows.append([name, *seconds, *(cell(x["ratios"][name], 1) for name in ratios)])
     head = ["workload", *(f"{phase}, s" for phase in phases), *ratios]
-    out = {"speed": table(head, rows)}
-    rows = [
-        [what, f"{x['from']} to {x['to']}", *cells(x, operations=1, seconds=1)]
-        for what, x in results["growth"].items()
-    ]
-    head = ["doubled three times", "from and to", "times the operations", "times the seconds"]
-    return out | {"growth": table(head, rows)}
+    return {"speed": table(head, rows)}
 
 
 def table_of_nanogpt(results):
@@ -304,9 +291,6 @@ def tables_of_accident(results):
     rows = [[i, *cells(x, low=2, high=2, kl=2, longest=0)] for i, x in results["accident"].items()]
     head = ["iteration", "low scores, nats per token", "high scores, nats per token"]
     out = {"accident": table([*head, "kl of its batch", "its largest KL"], rows)}
-    again = results["again"]
-    rows = [[i, cell(x["before it"]), *map(cell, list(x.values())[1:])] for i, x in again.items()]
-    out["again"] = table(["iteration", *next(iter(again.values()))], rows)
     rows = []
     for name, x in results["cures"].items():
         flags = " ".join(f"`--{flag} {value:g}`" for flag, value in x["flags"].items())

@@ -138,19 +138,6 @@ def optimality(J, J_sft, J_best, weights=None):
     return {"optimality": ratio, "optimality_se": error}
 
 
-def worst_tenth(J, J_best, rows):
-    """The share of what is missing, J_best - J, that the tenth of the prompts holds where most is
-    missing: (P, n), (P, 1), (P,).
-
-    The tenth is chosen by half of the samples and measured by the others, and the other way round:
-    otherwise luck would choose.
-    """
-    halves = [(J_best - half)[rows].mean(1) for half in (J[:, ::2], J[:, 1::2])]
-    tenth = math.ceil(len(halves[0]) / 10)
-    held = sum(b[a.topk(tenth).indices].sum() for a, b in (halves, halves[::-1]))
-    return {"worst_tenth": (held / sum(half.sum() for half in halves)).item()}
-
-
 def wins(ours, theirs):
     """1 where ours is better, 0 where it is worse, a half where they are equal."""
     return (ours > theirs).float() + 0.5 * (ours == theirs).float()
@@ -258,7 +245,6 @@ def make_report(models, trained_on, prompts, run, config, stage, name="PPO"):
         report[kind] |= means({name: x[rows] for name, x in after.items()})
         if beta:
             report[kind] |= optimality(*(x[few_rows] for x in J))
-            report[kind] |= worst_tenth(J[0], J[2], few_rows)
     for n in (4, 16, 64):
         names = [name for name in ("judge", "score") if name in sft_samples]
         figures = {x: best_of_n(sft_samples["score"], sft_samples[x], n) for x in names}
@@ -387,5 +373,3 @@ def print_limits(report, algorithm):
         if "optimality" in new and "optimality" in seen:
             print(f"    optimality there {number(new, 'optimality', 3)},", end=" ")
             print(f"{number(seen, 'optimality', 3)} on those that it was trained on")
-            print("    the tenth of the prompts with the largest gap to the best holds", end=" ")
-            print(f"{new['worst_tenth']:.0%} and {seen['worst_tenth']:.0%} of all gaps")

@@ -98,7 +98,8 @@ def edited(folder, *changes):
         text = (folder / file).read_text(encoding="utf-8")
         assert text.count(old) == 1, f"{old!r} should stand in {file} once"
         (folder / file).write_text(text.replace(old, new), encoding="utf-8")
-    before = {name: x for name, x in sys.modules.items() if name.split(".")[0] in PROJECT}
+    modules = (*PROJECT, "tiny")
+    before = {name: x for name, x in sys.modules.items() if name.split(".")[0] in modules}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [str(folder), *sys.path])
         for name in before:
@@ -106,7 +107,7 @@ def edited(folder, *changes):
         try:
             yield folder
         finally:
-            for name in [x for x in sys.modules if x.split(".")[0] in PROJECT]:
+            for name in [x for x in sys.modules if x.split(".")[0] in modules]:
                 del sys.modules[name]
             sys.modules.update(before)
 

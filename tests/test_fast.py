@@ -1,18 +1,16 @@
 """The specification of plumbing/fast.py: less work, the same numbers, and the source that stands in
 minippo.py. Run: python -m pytest tests/test_fast.py"""
 
-import os
+import contextlib
+import io
 import random
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import minippo
+from cli import edited
 from minippo import GPT, GPTConfig, evaluate_actions, response_mask
 from plumbing import fast
 from plumbing.fast import same_numbers
@@ -288,29 +286,30 @@ def test_in_bfloat16_each_weight_is_cast_once_for_all_tokens_of_a_response(froze
 # What is edited in minippo.py is what runs
 
 
-ROOT = Path(minippo.__file__).parent
-SAME = """
-import torch
-import minippo
-from minippo import evaluate_actions
-from plumbing import fast
-from tiny import assert_equal, tiny_gpt, tiny_reward_model
+def computed_both_ways(draw):
+    """Whatever fast.py computes, plainly and fast: the two must agree -> sums of the numbers. Imports
+    the project as it is now."""
+    import minippo
+    from plumbing import fast
+    from tiny import assert_equal, tiny_gpt, tiny_reward_model
 
-torch.manual_seed(0)
-tokens, lengths = torch.randint(2, (9, 6)), torch.tensor([2, 3, 4] * 3)
-mask = minippo.response_mask(lengths - 1, lengths, 6)
-policy, scorer = tiny_gpt(), tiny_reward_model()
+    torch.manual_seed(0)
+    tokens, lengths = torch.randint(2, (9, 6)), torch.tensor([2, 3, 4] * 3)
+    mask = minippo.response_mask(lengths - 1, lengths, 6)
+    policy, scorer = tiny_gpt(), tiny_reward_model()
 
-def numbers():
-    sampled = fast.generate(policy, [[1], [2, 3, 4]] * 3, 6, 1.0, DRAW)
-    return *evaluate_actions(policy, tokens, mask), *policy(tokens), scorer(tokens, lengths), *sampled
+    def numbers():
+        sampled = fast.generate(policy, [[1], [2, 3, 4]] * 3, 6, 1.0, draw)
+        scored = minippo.evaluate_actions(policy, tokens, mask)
+        return *scored, *policy(tokens), scorer(tokens, lengths), *sampled
 
-plain = numbers()
-fast.install()
-for a, b in zip(plain, numbers(), strict=True):
-    assert_equal(a, b, 1e-9)
-print("digest", *(f"{x.double().sum():.6f}" for x in plain))
-"""
+    plain = numbers()
+    fast.install()
+    for a, b in zip(plain, numbers(), strict=True):
+        assert_equal(a, b, 1e-9)
+    return [round(x.double().sum().item(), 6) for x in plain]
+
+
 EDITS = {  # what is written instead of what; which functions fast.py then finds changed
     "nothing": ("", "", ""),
     "a block": ("self.mlp(self.norm2(x)))", "self.mlp(self.norm2(x))) + 0.1 * x.cos()", ""),
@@ -338,35 +337,24 @@ EDITS = {  # what is written instead of what; which functions fast.py then finds
 }
 
 
+def run_edited(name, folder):
+    """-> the sums with minippo.py edited, and what install() says."""
+    right, wrong, _ = EDITS[name]
+    out, draw = io.StringIO(), None if name == "draw" else lambda x: (x * 1e3).sin().argmax(-1)
+    changes = [("minippo.py", right, wrong)] if right else []
+    with edited(folder, *changes), contextlib.redirect_stdout(out):
+        return computed_both_ways(draw), out.getvalue().splitlines()
+
+
 @pytest.fixture(scope="module")
 def unedited(tmp_path_factory):
     return run_edited("nothing", tmp_path_factory.mktemp("project"))
 
 
-def run_edited(name, folder):
-    """What a new process prints that computes everything both ways, with minippo.py edited."""
-    right, wrong, changed = EDITS[name]
-    source = (ROOT / "minippo.py").read_text(encoding="utf-8")
-    assert not right or source.count(right) == 1, f"{right!r} should occur once in minippo.py"
-    (folder / "minippo.py").write_text(source.replace(right, wrong or right), encoding="utf-8")
-    shutil.copytree(ROOT / "plumbing", folder / "plumbing")
-    draw = "None" if name == "draw" else "lambda logits: (logits * 1e3).sin().argmax(-1)"
-    paths = os.pathsep.join([str(folder), str(Path(__file__).parent)])
-    return subprocess.run(
-        [sys.executable, "-c", SAME.replace("DRAW", draw)],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        encoding="utf-8",
-        capture_output=True,
-    )
-
-
 @pytest.mark.parametrize("name", list(EDITS)[1:])
 def test_the_fast_path_computes_what_has_been_edited(name, tmp_path, unedited):
-    done = run_edited(name, tmp_path)
-    assert done.returncode == 0, done.stderr
-    *said, digest = done.stdout.splitlines()
-    assert digest != unedited.stdout.splitlines()[-1]  # the edit has an effect
+    sums, said = run_edited(name, tmp_path)
+    assert sums != unedited[0]  # the edit has an effect
     changed = EDITS[name][2]
     assert bool(said) == bool(changed)
     if changed:
@@ -377,9 +365,7 @@ def test_the_fast_path_computes_what_has_been_edited(name, tmp_path, unedited):
 def test_the_functions_that_are_mirrored_are_those_that_this_was_written_for(unedited, capsys):
     numbers = {function.__qualname__: fast.checksum(function) for function in fast.MIRRORED}
     assert list(numbers.values()) == list(fast.MIRRORED.values()), f"now: {numbers}"
-    assert unedited.returncode == 0, unedited.stderr
-    assert len(unedited.stdout.splitlines()) == 1  # the digest
-    assert same_numbers()
+    assert not unedited[1] and same_numbers()
     fast.install(torch.bfloat16, recompute=True)
     assert fast.OPTIONS == {"dtype": torch.bfloat16, "recompute": True, "installed": True}
     fast.uninstall()

@@ -134,19 +134,6 @@ def test_the_error_of_optimality_is_that_of_repeated_measurements():
     }
 
 
-def test_the_worst_tenth_is_chosen_by_one_half_of_the_samples_and_measured_by_the_other():
-    # 11 prompts, so that a tenth is two of them, rounded up; two samples each. Prompts 0 and 1 miss
-    # most by the first samples, 1 and 2 by the second. Prompt 11 is not asked for.
-    missing = torch.ones(12, 2, dtype=torch.float64)
-    missing[:3], missing[11] = f64([[9, 2], [8, 7], [3, 6]]), f64([99, 99])
-    rows = torch.arange(12) < 11
-    held = (2 + 7) + (8 + 3)
-    got = report.worst_tenth(5 - missing, f64([[5.0]] * 12), rows)
-    assert got == {"worst_tenth": pytest.approx(held / missing[rows].sum().item())}
-    same = report.worst_tenth(torch.zeros(20, 8), torch.ones(20, 1), torch.ones(20) > 0)
-    assert same == {"worst_tenth": pytest.approx(0.1)}
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_up_to_half_of_the_prompts_looked_at_closely_are_unseen_and_the_weights_make_up(seed):
     rng = random.Random(seed)
@@ -218,7 +205,7 @@ def test_the_report_holds_every_figure_with_its_error_and_is_written(tmp_path):
     assert got["sft"].keys() >= figures and got["sft"]["kl"] == 0
     for kind, count in (("ppo", None), ("ppo_seen", 16), ("ppo_unseen", 8)):
         assert got[kind].keys() >= figures | {f"{x}_se" for x in figures} | {"optimality"}
-        assert got[kind].get("prompts") == count and ("worst_tenth" in got[kind]) == bool(count)
+        assert got[kind].get("prompts") == count
     both = (16 * got["ppo_seen"]["score"] + 8 * got["ppo_unseen"]["score"]) / 24
     assert got["ppo"]["score"] == pytest.approx(both) and got["ppo"]["kl"] > 0
     assert [row["kl"] for row in got["best_of_n"].values()] == [
@@ -400,9 +387,8 @@ REPORT = {
         win_rate_vs_sft=0.906,
         optimality=0.86,
     ),
-    "ppo_seen": {"worst_tenth": 0.17} | with_errors(optimality=0.87),
-    "ppo_unseen": {"prompts": 50, "worst_tenth": 0.31}
-    | with_errors(score=1.41, kl=2.57, optimality=0.834),
+    "ppo_seen": with_errors(optimality=0.87),
+    "ppo_unseen": {"prompts": 50} | with_errors(score=1.41, kl=2.57, optimality=0.834),
     "rm": with_errors(val_accuracy=0.8177, below_ceiling=0.0088) | {"label_ceiling": 0.8265},
     "best_of_n": {"4": {"judge": 1.67, "score": 0.93, "kl": 0.63629, "score_se": None}},
     "samples": [{"prompt": "Why?\x1b", "sft": " So.", "ppo": " Yes.", "score": 1.5, "kl": 2.25}],
@@ -425,7 +411,6 @@ optimality 0.860 ± 0.014: how much of the way GRPO has come from SFT
     to the largest score - 0.1 KL that any policy can have
     50 of the prompts are unseen: it was not trained on them
     optimality there 0.834 ± 0.014, 0.870 ± 0.014 on those that it was trained on
-    the tenth of the prompts with the largest gap to the best holds 31% and 17% of all gaps
 
 Samples, before and after:
   Why?\\x1b

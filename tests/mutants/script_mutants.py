@@ -355,14 +355,6 @@ SCRIPT_MUTANTS = [
         REPORT + "up_to_half_of_the_prompts_looked_at_closely_are_unseen_and_the_weights_make_up",
         "plumbing/report.py",
     ),
-    Mutant(
-        "the worst tenth chosen by luck",
-        [("for a, b in (halves, halves[::-1])", "for a, b in ((halves[0], halves[0]),) * 2")],
-        "a maximum that is reported from the very samples that chose it",
-        "some prompts always seem far worse than the others",
-        REPORT + "the_worst_tenth_is_chosen_by_one_half_of_the_samples_and_measured_by_the_other",
-        "plumbing/report.py",
-    ),
     # Flags and errors
     Mutant(
         "numbers without limits",

@@ -10,8 +10,6 @@ import importlib
 import os
 import shutil
 import sys
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -57,39 +55,25 @@ def run_in_fork(folder, test, log):
         tests = str(ROOT / "tests")
         others = [x for x in sys.path if not x.startswith(tests) and x != str(ROOT)]
         sys.path[:] = [str(folder), *others]
-        options = ["-x", "-q", "-p", "no:cacheprovider", "-c", "pyproject.toml"]
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-c", "pyproject.toml"]
         os._exit(pytest.main([*options, f"tests/{test}"]))
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def try_mutant(mutant, folder):
-    """The status of the mutant's killer, and what it printed."""
-    folder.mkdir()
-    mutate(mutant, folder)
-    status = run_in_fork(folder, mutant.killer, folder / "log.txt")
-    log = (folder / "log.txt").read_text(errors="replace")
-    shutil.rmtree(folder)
-    return status, log
+def name_and_killer(mutant):
+    return f"{mutant.name} | {mutant.killer.partition('::')[2]}".replace(" ", "_")
 
 
-@pytest.fixture(scope="module")
-def results(request, tmp_path_factory):
-    """The results of all mutants that are asked for, tried side by side: {name: future}."""
+@pytest.mark.parametrize("mutant", MUTANTS, ids=name_and_killer)
+def test_the_bug_is_caught(mutant, tmp_path):
     assert not {"minippo", "train_sft", "tiny"} & set(sys.modules) and torch.get_num_threads() == 1
-    folder = tmp_path_factory.mktemp("mutants")
-    asked = [x.callspec.params["mutant"] for x in request.session.items if hasattr(x, "callspec")]
-    with ProcessPoolExecutor(os.cpu_count(), get_context("fork")) as pool:
-        yield {x.name: pool.submit(try_mutant, x, folder / str(i)) for i, x in enumerate(asked)}
-
-
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "_"))
-def test_the_bug_is_caught(mutant, results, capsys):
-    status, log = results[mutant.name].result()
-    with capsys.disabled():
-        print(f"\n{mutant.name}\n    seen    {mutant.where}\n    effect  {mutant.effect}")
-        print(f"    killed  {mutant.killer}", end=" ")
+    mutate(mutant, tmp_path)
+    status = run_in_fork(tmp_path, mutant.killer, tmp_path / "log.txt")
+    log = (tmp_path / "log.txt").read_text(errors="replace")
+    shutil.rmtree(tmp_path)
+    story = f"{mutant.name}\n    seen    {mutant.where}\n    effect  {mutant.effect}"
     reason = f"{mutant.killer} ended with {status} where 1, a failed test, was due"
-    assert status == 1, f"{reason}:\n{log[-3000:]}"
+    assert status == 1, f"{story}\n{reason}:\n{log[-3000:]}"
 
 
 def test_every_mutant_has_a_name_of_its_own_and_there_are_enough():
