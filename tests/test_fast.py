@@ -327,8 +327,8 @@ EDITS = {  # what is written instead of what; which functions fast.py then finds
         "Block",
     ),
     "values": (
-        "values = policy.value_head(value",
-        "values = 2 + policy.value_head(value",
+        "values = at_least_float32(",
+        "values = 2 + at_least_float32(",
         "evaluate_actions",
     ),
     "trunk": ("return self.norm(x)", "return 2 * self.norm(x)", "Trunk.forward"),

@@ -314,12 +314,34 @@ MUTANTS = [
     Mutant(
         "padding in the policy loss",
         [
-            ("(logprobs - old_logprobs)[mask], advantages[mask]  # (N,)",
-             "(x.masked_fill(~mask, 0.0).flatten() for x in (logprobs - old_logprobs, advantages))"),
+            ("(logprobs - old_logprobs.detach())[mask]",
+             "(logprobs - old_logprobs.detach()).masked_fill(~mask, 0.0).flatten()"),
+            ("advantages.detach()[mask]", "advantages.masked_fill(~mask, 0.0).flatten()"),
         ],
         "common: loss * mask, then .mean()",
         "the step shrinks as the padding grows",
         UNIT + "the_policy_loss_and_its_stats_by_hand",
+    ),
+    Mutant(
+        "old log-probabilities with a gradient",
+        [("(logprobs - old_logprobs.detach())[mask]", "(logprobs - old_logprobs)[mask]")],
+        "common: recorded without torch.no_grad()",
+        "the two gradients cancel: a norm of 1e-8 where it should be 1, and no error",
+        UNIT + "only_what_is_computed_now_has_a_gradient",
+    ),
+    Mutant(
+        "an empty response",
+        [("if not mask.any(1).all():", "if False:")],
+        "responses that are nothing but padding",
+        "the score is paid in the prompt, and lost",
+        UNIT + "a_row_is_as_long_as_its_last_action_says_and_has_one",
+    ),
+    Mutant(
+        "log-probabilities in 16 bits",
+        [("return x.to(torch.promote_types(x.dtype, torch.float32))", "return x")],
+        "common: log_softmax of bfloat16 logits",
+        "ratios that are off by some percent before anything has been learned",
+        UNIT + "log_probabilities_are_never_in_16_bits",
     ),
     Mutant(
         "value clip around the targets",
