@@ -74,3 +74,9 @@ def test_a_loop_is_the_algorithm_and_what_watches_is_its_last_line(name):
     (loop,) = [node for node in main.body if isinstance(node, ast.For)]
     assert "state.steps_left(" in ast.unparse(loop.iter)
     assert ".end_step(" in ast.unparse(loop.body[-1]) and "print(" not in ast.unparse(loop)
+
+
+def test_the_file_that_is_made_to_be_copied_needs_minippo_alone_of_this_project():
+    names = imported(ROOT / "variations" / "with_transformers.py")
+    outside = {"minippo", "torch", "transformers", *sys.stdlib_module_names}
+    assert {name.split(".")[0] for name in names} <= outside

@@ -22,6 +22,10 @@ outgrow        the same models under TRL, in several processes
 
 Each writes to out/NAME; the trained policy is ppo.pt there.
 
+To take away:
+
+with_transformers   PPO on a GPT-2 of transformers, in one file to copy beside minippo.py
+
 These files speak of the *expected step*: one plain gradient step (no Adam, no value loss) on the
 loss as a sum, not a mean, averaged over all responses that could have been sampled.
 """

@@ -9,6 +9,7 @@ EXACT = RUNS + "the_expected_step_is_the_gradient_of_score_minus_beta_kl"
 MEAN = RUNS + "the_loss_of_a_minibatch_is_the_mean_of_the_paper_however_it_is_cut"
 PROGRAM = RUNS + "they_run_as_train_ppo_does_up_to_the_report"
 GROUP = RUNS + "the_responses_to_a_prompt_are_compared_with_each_other"
+FOREIGN = "test_with_transformers.py::test_"
 
 
 def mutant(file, name, right, wrong, where, effect, killer):
@@ -18,6 +19,7 @@ def mutant(file, name, right, wrong, where, effect, killer):
 rloo, grpo, dpo = partial(mutant, "rloo"), partial(mutant, "grpo"), partial(mutant, "dpo")
 penalty, sequence = partial(mutant, "ppo_penalty"), partial(mutant, "sequence_ppo")
 best, reinforce = partial(mutant, "best_of_n"), partial(mutant, "reinforce")
+foreign = partial(mutant, "with_transformers")
 
 VARIATION_MUTANTS = [
     rloo(
@@ -243,5 +245,86 @@ VARIATION_MUTANTS = [
         "settings that a checkpoint does not hold",
         "half of a run by one algorithm, half by another",
         PROGRAM,
+    ),
+    foreign(
+        "rows padded with token 0",
+        "padding_value=eos",
+        "padding_value=0",
+        "pad_sequence, whose default it is",
+        "a classifier that takes the end token for padding scores the zeros behind it",
+        FOREIGN + "a_row_is_a_prompt_its_response_and_end_tokens",
+    ),
+    foreign(
+        "left padding is kept",
+        "row[width - n :]",
+        "row",
+        "common: generate() and scoring by one layout, with positions that count the padding",
+        "log-probabilities of other positions",
+        FOREIGN + "the_numbers_are_those_of_each_row_alone",
+    ),
+    foreign(
+        "the end token is no part of the response",
+        "ended.int().argmax(1) + 1,",
+        "ended.int().argmax(1).clamp(min=1),",
+        "common",
+        "the policy never learns to end",
+        FOREIGN + "a_row_is_a_prompt_its_response_and_end_tokens",
+    ),
+    foreign(
+        "top-k as transformers has it",
+        "        top_k=0,  # by default it is 50\n",
+        "",
+        "trl #235: generate() left alone takes the 50 likeliest tokens",
+        "samples of another distribution than the one that is scored",
+        FOREIGN + "the_samples_are_those_of_the_whole_distribution",
+    ),
+    foreign(
+        "whatever was sampled is trained on",
+        "torch.is_autocast_enabled(device.type) else 1e-3",
+        "torch.is_autocast_enabled(device.type) else 1e3",
+        "every trainer that computes the old log-probabilities afresh",
+        "min_p or a repetition penalty of the model's own settings biases every gradient",
+        FOREIGN + "a_model_that_samples_from_another_distribution_is_refused",
+    ),
+    foreign(
+        "the classifier takes padding for text",
+        "tokens = tokens.masked_fill(padding, classifier.config.pad_token_id)",
+        "tokens = tokens",
+        "transformers: the score is read at the last token that is not pad_token_id",
+        "most rows are scored at their padding",
+        FOREIGN + "a_classifier_scores_a_row_in_a_batch_as_the_row_alone",
+    ),
+    foreign(
+        "pieces count by their rows",
+        'stats["count"] / mask[rows].sum()',
+        "len(piece) / len(rows)",
+        "transformers #34191: gradient accumulation weighs every piece alike",
+        "tokens of short pieces count more",
+        FOREIGN + "the_gradient_of_pieces_is_that_of_the_whole",
+    ),
+    foreign(
+        "values that nobody trains",
+        '[{"params": gpt2.parameters()}, head]',
+        '[{"params": gpt2.parameters()}]',
+        "an optimizer made before the value head",
+        "the baseline stays 0",
+        FOREIGN + "an_iteration_has_both_learning_rates_all_weights_and_all_prompts",
+    ),
+    foreign(
+        "a model as it comes from its class",
+        ".to(device).eval()",
+        ".to(device)",
+        "trl #4, #744: dropout left on",
+        "sampler and scorer disagree",
+        FOREIGN + "it_learns_from_a_classifier_in_either_precision",
+    ),
+    foreign(
+        "one autocast around all steps",
+        "        update(policy, optimizer, batch, config, micro_batch, autocast)",
+        "        with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):\n"
+        "            update(policy, optimizer, batch, config, micro_batch, autocast)",
+        "PyTorch: the weights in 16 bits are kept until the outermost autocast ends",
+        "all steps but the first have the gradient at old weights",
+        FOREIGN + "an_iteration_has_both_learning_rates_all_weights_and_all_prompts",
     ),
 ]
