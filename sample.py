@@ -43,6 +43,8 @@ def draw_top_k(logits, top_k):
 
 
 def load_policy(path):
+    if (checkpoint := Path(path) / "ppo.pt").exists():
+        raise UserError(f"{path}: the folder of a run; give its {checkpoint}")
     return read_gpt2(path) if Path(path).is_dir() else load_checkpoint(path, ("ppo", "sft"))
 
 
@@ -51,7 +53,7 @@ def read_prompts(texts, whole):
     if texts:
         return texts
     lines = (line.rstrip("\r\n") for line in sys.stdin or ())  # None: closed
-    return filter(None, ["\n".join(lines)] if whole else lines)
+    return ["\n".join(lines)] if whole else lines
 
 
 def main():
@@ -63,11 +65,14 @@ def main():
     torch.manual_seed(config.seed)
     fast.install()
     draw = functools.partial(draw_top_k, top_k=config.top_k) if config.top_k else None
+    status = 0
     for text in read_prompts(texts, config.whole):
         prompt, longest = tokenizer.encode(text), policy.config.context - 1
         if not 0 < len(prompt) <= longest:
             count = f"has {len(prompt)} tokens, not 1 to {longest}"
-            raise UserError(f"the prompt {text[:40]!r} {count}")
+            print(f"sample.py: the prompt {text[:40]!r} {count}", file=sys.stderr)
+            status = 2  # at the end, after the other prompts
+            continue
         prompts = [prompt] * config.n
         sampled = fast.generate(policy, prompts, config.max_new_tokens, config.temperature, draw)
         tokens, mask, _, _ = sampled
@@ -78,6 +83,7 @@ def main():
             print(" ", printable(tokenizer.decode(ids[response].tolist()).strip()), flush=True)
             if models:
                 print_table(trace, row, tokenizer, tracing.kl_coef)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

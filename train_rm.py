@@ -86,7 +86,8 @@ def main():
     best.unlink()
     print(schedule.ending())
     accuracy, error = facts["val_accuracy"], facts["val_accuracy_se"]
-    right = f"{100 * accuracy:.1f} % ± {100 * error:.1f} of the validation pairs right"
+    spread = f" ± {100 * error:.1f}" * (len(val_pairs) > 1)
+    right = f"{100 * accuracy:.1f} %{spread} of the validation pairs right"
     print(f"saved {run.out / 'rm.pt'}: it gets {right}")
     if accuracy < 0.5 + 2 * error:
         print("warning: that is no better than chance. PPO with this reward model follows noise")

@@ -25,6 +25,7 @@ from plumbing.training import (
     loss_in_pieces,
     set_lr,
     spread_over,
+    warn_of_long_answers,
 )
 
 
@@ -50,6 +51,7 @@ def main():
     model, tokenizer = first_model(texts, shape, start.init)
     model = model.to(run.device).train()
     rows = encode_rows(texts, tokenizer, model.config.context)
+    warn_of_long_answers(rows)
     val_rows = read_ids(run.data, "sft", "val", tokenizer, model.config.context)
     optimizer = adamw(model, config.lr, config.weight_decay)
     schedule = Schedule(config.steps(len(rows)), config.warmup, automatic=not config.epochs)
@@ -82,8 +84,8 @@ def main():
     state.finish()
     best.unlink()
     print(schedule.ending())
-    loss = f"{facts['val_loss']:.4f} ± {facts['val_loss_se']:.4f} nats/token"
-    print(f"saved {run.out / 'sft.pt'}: validation loss {loss}")
+    error = f" ± {facts['val_loss_se']:.4f}" * (len(val_rows) > 1)
+    print(f"saved {run.out / 'sft.pt'}: validation loss {facts['val_loss']:.4f}{error} nats/token")
 
 
 @torch.no_grad()
@@ -109,7 +111,11 @@ def make_default_data(run):
         from data.zoo import write_data
 
         print(f"{run.data} is not there yet: making the default data")
-        write_data(run.data, seed=0)
+        try:
+            write_data(run.data, seed=0)
+        except OSError:
+            if not run.data.exists():  # if it does, another run has made it meanwhile
+                raise
 
 
 if __name__ == "__main__":

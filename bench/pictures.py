@@ -3,9 +3,11 @@
 python -m bench.pictures    after pip install matplotlib
 """
 
+import io
 import re
 
 from bench.tables import ROOT, load
+from plumbing.files import write_file
 
 BLUE, ORANGE, PURPLE, GREY = "#3b82f6", "#f97316", "#a855f7", "#8b949e"  # on white and on black
 GREEN = "#22c55e"
@@ -32,10 +34,10 @@ def figure(columns, width, height):
 
 def save(drawing, name):
     """As SVG, with coordinates to a hundredth of a point."""
-    path = ROOT / "bench" / f"{name}.svg"
-    drawing.savefig(path, metadata={"Date": None})
-    text = re.sub(r"-?\d+\.\d{3,}", lambda x: f"{float(x[0]):.2f}", path.read_text())
-    path.write_text(text)
+    svg = io.StringIO()
+    drawing.savefig(svg, format="svg", metadata={"Date": None})
+    text = re.sub(r"-?\d+\.\d{3,}", lambda x: f"{float(x[0]):.2f}", svg.getvalue())
+    write_file(ROOT / "bench" / f"{name}.svg", text)
 
 
 def draw_curves(results):

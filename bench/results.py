@@ -271,8 +271,8 @@ def searches(name):
 def neighbour_job(name, out, seed, steps, flags):
     words = ALGORITHMS[name][0].split()
     models = ["--models", folder("models", seed), "--seed", seed]
-    go_on = [] if "TRL" in name else ["--resume"]  # TRL begins anew
-    length = ["--steps", steps, "--no_report", *go_on]
+    go_on = "--overwrite" if "TRL" in name else "--resume"  # TRL begins anew
+    length = ["--steps", steps, "--no_report", go_on]
     return Job(folder(f"neighbours/{out}", seed), [*words, *models, *length, *flags.split()])
 
 

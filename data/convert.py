@@ -9,10 +9,11 @@ ends in .csv, CSV; gzipped or not.
     --messages messages                               chats: sft files
     --chosen good --rejected bad                      pairs of chats: pref files
 
-Each flag names a key of the objects, or a column in the header line of the CSV. Other files in
-FOLDER stay as they are.
+Each flag names a key of the objects, or a column in the header line of the CSV. Files that are in
+FOLDER stay as they are, unless --overwrite.
 
-A chat is a list of messages {"role": ..., "content": ...}; the last one, by the assistant, is the
+A chat is a list of messages {"role": ..., "content": ...} or, as in ShareGPT, {"from": ...,
+"value": ...}, where human and gpt mean user and assistant. The last one, by the assistant, is the
 answer, and those before are the prompt, written out like "User: ...\\nAssistant:". Or it is a
 transcript, one string "\\n\\nHuman: ...\\n\\nAssistant: ...": the prompt ends with the last
 "\\n\\nAssistant:", and the answer is what follows, without white space at the end. The two chats of
@@ -45,6 +46,7 @@ WANTED = (
     "it should hold JSON lines, a JSON array of objects, or, if its name ends in .csv or .csv.gz, "
     "CSV with a header line"
 )
+SHAREGPT = {"human": "user", "gpt": "assistant"}
 TURN = "\n\nAssistant:"
 SHARE = 0.05  # of the prompts are held out
 
@@ -61,24 +63,30 @@ def held_out(prompts, share=SHARE):
     return {prompt for _, prompt in places[:n]}
 
 
-def write_rows(folder, task, rows, share=SHARE):
+def write_rows(folder, task, rows, share=SHARE, overwrite=False):
     """Write the train and the val file of "sft", "pref" or "prompts", and say how many rows.
 
-    Beside the file first and then renamed, so that what stands there is whole.
+    FileExistsError if one is there, unless overwrite. Beside the file first and then renamed, so
+    that what stands there is whole.
     """
+    val, parts = held_out((row[0] for row in rows), share), {}
+    for row in rows:
+        split = "val" if row[0] in val else "train"
+        parts.setdefault(folder / f"{task}_{split}.jsonl", []).append(row)
+    for path in parts:
+        if path.exists() and not overwrite:
+            raise FileExistsError(f"{path}: is there already; choose another --out, or --overwrite")
     folder.mkdir(parents=True, exist_ok=True)
-    val = held_out((row[0] for row in rows), share)
-    for split in ("train", "val"):
-        part = [row for row in rows if (row[0] in val) == (split == "val")]
-        if not part:
-            continue
-        path = folder / f"{task}_{split}.jsonl"
+    for path, part in sorted(parts.items()):
         objects = (dict(zip(KEYS[task], row)) for row in part)
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in objects)
-        beside = path.with_suffix(".tmp")
-        # Half a surrogate pair is written as the escape that JSON has for it.
-        beside.write_bytes(lines.encode(errors="backslashreplace"))
-        os.replace(beside, path)
+        beside = path.with_suffix(f".{os.getpid()}.tmp")  # a name of this process alone
+        try:
+            # Half a surrogate pair is written as the escape that JSON has for it.
+            beside.write_bytes(lines.encode(errors="backslashreplace"))
+            os.replace(beside, path)
+        finally:
+            beside.unlink(missing_ok=True)
         print(f"{path}: {len(part):,} rows written")
 
 
@@ -126,33 +134,37 @@ def pick_values(where, row, keys, chats):
     """The values of the keys: strings or, if they are chats, perhaps lists of messages."""
     if not isinstance(row, dict):
         raise ValueError(f"{where}: found {type(row).__name__}; {WANTED}")
+    values = []
     for key in keys:
         if key not in row:
             found = ", ".join(map(repr, row)) or "no key at all"
             raise ValueError(f"{where}: no key {key!r}; found {found}")
         value = row[key]
         if chats and isinstance(value, list):
-            for message in value:
-                check_message(where, message)
+            value = [read_message(where, message) for message in value]
         elif not isinstance(value, str):
             wanted = "list of messages or a transcript" if chats else "string"
             hint = "; leave --prompt out if it is a chat" * isinstance(value, list)
             found = f"{json.dumps(value)[:40]}{hint}"
             raise ValueError(f"{where}: the value of {key!r} should be a {wanted}, found {found}")
-    return [row[key] for key in keys]
+        values.append(value)
+    return values
 
 
-def check_message(where, message):
-    strings = isinstance(message, dict) and (message.get(key) for key in ("role", "content"))
-    if not strings or not all(isinstance(value, str) for value in strings):
-        wanted = "a message should be an object with the strings 'role' and 'content'"
-        raise ValueError(f"{where}: {wanted}, found {json.dumps(message)[:80]}")
+def read_message(where, message):
+    """{"role": "user", "content": "Hi"} or {"from": "human", "value": "Hi"} -> ("user", "Hi")"""
+    for names in (("role", "content"), ("from", "value")):
+        role, content = (isinstance(message, dict) and message.get(name) for name in names)
+        if isinstance(role, str) and isinstance(content, str):
+            return SHAREGPT.get(role, role), content
+    wanted = "a message should be an object with the strings 'role', 'content' or 'from', 'value'"
+    raise ValueError(f"{where}: {wanted}, found {json.dumps(message)[:80]}")
 
 
 def render_chat(messages):
-    """[{"role": "user", "content": "Hi"}] -> "User: Hi\\nAssistant:"; "" if nothing is said."""
-    lines = [f"{x['role'].capitalize()}: {x['content'].strip()}\n" for x in messages]
-    return "".join(lines) + "Assistant:" if any(x["content"].strip() for x in messages) else ""
+    """[("user", "Hi")] -> "User: Hi\\nAssistant:"; "" if nothing is said."""
+    lines = [f"{role.capitalize()}: {content.strip()}\n" for role, content in messages]
+    return "".join(lines) + "Assistant:" if any(text.strip() for _, text in messages) else ""
 
 
 def cut_chat(chat):
@@ -162,9 +174,9 @@ def cut_chat(chat):
         if not turn:
             raise ValueError(f"no {TURN!r} in a transcript")
         return beginning + turn, reply.rstrip()
-    if not chat or chat[-1]["role"] != "assistant":
+    if not chat or chat[-1][0] != "assistant":
         raise ValueError("no reply at the end")
-    return render_chat(chat[:-1]), chat[-1]["content"]
+    return render_chat(chat[:-1]), chat[-1][1]
 
 
 def make_row(prompt, *answers):
@@ -199,27 +211,27 @@ def make_rows(table, chats):
     return list(rows), skipped
 
 
-def convert(file, out, share, keys):
+def convert(file, out, share, keys, overwrite):
     """Reads, skips, splits, writes and says how many. keys: {flag: key} of the flags given."""
     uses = [*KEYS.values(), *CHATS]
     if tuple(keys) not in uses or not 0 <= share <= 1:
         flags = ", or ".join(" ".join(f"--{flag}" for flag in use) for use in uses)
         raise ValueError(f"give {flags}, and a --val between 0 and 1 (-h explains the flags)")
-    chats = tuple(keys) in CHATS
-    table = [pick_values(where, row, keys.values(), chats) for where, row in read_rows(file)]
+    chats, table, unread = tuple(keys) in CHATS, [], set()
+    for where, row in read_rows(file):
+        table.append(pick_values(where, row, keys.values(), chats))
+        unread |= row.keys() - keys.values()
     rows, skipped = make_rows(table, chats)
     counts = f"{len(table):,} rows read, {skipped.total():,} skipped"
     counts += "".join(f"; {reason}: {n:,}" for reason, n in skipped.items())
+    counts += f"; keys not used: {', '.join(map(repr, sorted(unread)))}" * bool(unread)
     if not rows:
         raise ValueError(f"{file}: no row to write ({counts})" + f"; {WANTED}" * (not table))
-    task = list(KEYS)[len(rows[0]) - 1]
-    if Path(file).resolve() in [out.resolve() / f"{task}_{x}.jsonl" for x in ("train", "val")]:
-        raise ValueError(f"{file}: would be overwritten; choose another --out")
     print(f"{file}: {counts}")
     if any(isinstance(value, list) for values in table for value in values):
-        turns = [{"role": x, "content": "..."} for x in ("system", "user", "assistant", "user")]
+        turns = [(role, "...") for role in ("system", "user", "assistant", "user")]
         print("chats are written as", ascii(render_chat(turns)))
-    write_rows(out, task, rows, share)
+    write_rows(out, list(KEYS)[len(rows[0]) - 1], rows, share, overwrite)
 
 
 def main():
@@ -237,10 +249,12 @@ def main():
         parser.add_argument(f"--{flag}", metavar="KEY", help=f"where a row has its {flag}")
     text = "share of the prompts to hold out (default: %(default)s); 0 writes the train file alone"
     parser.add_argument("--val", type=float, default=SHARE, help=f"{text}, and 1 the val file")
+    text = "replace files that are in FOLDER"
+    parser.add_argument("--overwrite", action="store_true", help=text)
     args = parser.parse_args()
     keys = {flag: key for flag in FLAGS if (key := getattr(args, flag)) is not None}
     try:
-        convert(args.file, args.out, args.val, keys)
+        convert(args.file, args.out, args.val, keys, args.overwrite)
     except (OSError, ValueError) as error:
         parser.exit(2, f"convert.py: {error}\n")
 

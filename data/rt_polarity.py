@@ -77,10 +77,11 @@ def main():
     parser.add_argument("good", help="rt-polarity.pos")
     parser.add_argument("bad", help="rt-polarity.neg")
     parser.add_argument("--out", type=Path, default="data/rt", help="folder (default: data/rt)")
+    parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
     args = parser.parse_args()
     try:
         for task, rows in make_rows(read(args.good), read(args.bad)).items():
-            write_rows(args.out, task, rows)
+            write_rows(args.out, task, rows, overwrite=args.overwrite)
     except OSError as error:
         parser.exit(2, f"rt_polarity.py: {error}\n")
 

@@ -12,7 +12,6 @@ ever calls it. Read from top to bottom: world, crowd, judge, files.
 import argparse
 import json
 import math
-import os
 import random
 import re
 import tempfile
@@ -429,14 +428,14 @@ def ceilings(rows, seed):
 
 
 def write_data(folder, seed=0):
-    """Write the six .jsonl files and ceilings.json into `folder`; -> (rows, ceilings).
+    """Write the six .jsonl files and ceilings.json into a new `folder`; -> (rows, ceilings).
 
     They are completed in a temporary folder beside it first, so that an interrupted run leaves
-    nothing half-written. Raises OSError where that is not possible.
+    nothing half-written. Raises OSError where that is not possible, or `folder` is there.
     """
     folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise NotADirectoryError(f"{folder} exists and is not a directory")
+    if folder.exists():
+        raise FileExistsError(f"{folder} is there already; choose another --out, or remove it")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
         # One level down: the temporary folder itself is private to this user.
@@ -448,11 +447,7 @@ def write_data(folder, seed=0):
             (staged / f"{name}.jsonl").write_bytes(lines.encode())
         limits = ceilings(rows, seed)
         (staged / "ceilings.json").write_bytes((json.dumps(limits, indent=2) + "\n").encode())
-        if not folder.exists():
-            staged.rename(folder)
-        else:
-            for path in sorted(staged.iterdir()):
-                os.replace(path, folder / path.name)
+        staged.rename(folder)
     return rows, limits
 
 
@@ -461,7 +456,7 @@ def main():
         description="Make the default data set: questions at the zoo and answers of a crowd.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--out", default="data/zoo", help="folder to write into")
+    parser.add_argument("--out", default="data/zoo", help="new folder to write into")
     text = "draws the rows and the held-out questions"
     parser.add_argument("--seed", type=int, default=0, help=text)
     args = parser.parse_args()

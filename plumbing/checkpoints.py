@@ -21,7 +21,7 @@ def read_contents(path, kinds, mmap=True):
 
     mmap: the weights stay on the disk until they are copied into a model.
     """
-    hint = "leave --resume out" if kinds[0] == "state" else f"train_{kinds[0]}.py makes it"
+    hint = f"train_{kinds[0]}.py makes it" if kinds[0] != "state" else "--overwrite begins again"
     if not Path(path).is_file():
         raise UserError(f"{path}: not found; {hint}")
     try:  # weights_only: a pickle that would run code is refused

@@ -22,6 +22,8 @@ def run_script(main):
         status, message = 2, explain(error)
         if not message:  # a mistake of ours: its traceback is wanted
             raise
+    # It may quote a file: no control character reaches the terminal.
+    message = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
     sys.exit(status)
 

@@ -5,11 +5,13 @@
     python -m plumbing.hf export out/rm.pt FOLDER    GPT2ForSequenceClassification with one label
     python sample.py FOLDER ...                      samples from such a policy, or any other GPT-2
 
-The tokenizer of a reward model appends the end token, where the score is read. It encodes prompt
-and response apart, as we do, if they are two arguments; joined, a token may cross the border.
+As here, no text gives the end token. The tokenizer of a reward model appends it, where the score is
+read. It encodes prompt and response apart, as we do, if they are two arguments; joined, a token may
+cross the border.
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -128,15 +130,19 @@ def write_tokenizer(tokenizer, folder, context, scorer):
         special["pad_token"] = "<|pad|>"
         ends = f"$A {END}", f"$A $B {END}", [(END, tokenizer.eos)]
         fast.post_processor = tokenizers.processors.TemplateProcessing(*ends)
-    theirs = PreTrainedTokenizerFast(tokenizer_object=fast, model_max_length=context, **special)
-    theirs.save_pretrained(folder)
+    # Text that spells the end token is split into ordinary tokens.
+    settings = {"model_max_length": context, "split_special_tokens": True, **special}
+    PreTrainedTokenizerFast(tokenizer_object=fast, **settings).save_pretrained(folder)
 
 
 @torch.no_grad()
-def export(path, folder):
+def export(path, folder, overwrite=False):
     """Write a checkpoint in the Hugging Face format. A reward model gets a token more, to pad."""
     transformers = import_transformers()
     model, tokenizer, _ = load_checkpoint(path, ("ppo", "sft", "rm"))
+    for name in ("config.json", "model.safetensors"):
+        if (Path(folder) / name).exists() and not overwrite:
+            raise UserError(f"{folder}: holds a model; give another folder, or --overwrite")
     Path(folder).mkdir(parents=True, exist_ok=True)
     c, trunk, scorer = model.config, model.trunk, isinstance(model, RewardModel)
     config = {"n_embd": c.channels, "n_layer": c.layers, "n_head": c.heads}
@@ -174,11 +180,16 @@ def read_scorer(folder, device="cpu"):
     return score
 
 
+@dataclass
+class ExportConfig:
+    overwrite: bool = False  # replace the model that is in FOLDER
+
+
 def main():
-    (words,) = read_flags(__doc__, positional="export CHECKPOINT FOLDER")
+    config, words = read_flags(__doc__, ExportConfig(), positional="export CHECKPOINT FOLDER")
     if len(words) != 3 or words[0] != "export":
         raise UserError("wanted are three words: export CHECKPOINT FOLDER (-h explains them)")
-    export(*words[1:])
+    export(*words[1:], config.overwrite)
 
 
 if __name__ == "__main__":

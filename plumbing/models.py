@@ -17,6 +17,8 @@ from plumbing.errors import UserError
 from plumbing.training import add_critic
 from plumbing.tokenizer import Tokenizer, texts_of
 
+LARGEST = 1e6  # score; with far larger ones the loss is no number
+
 
 @dataclass
 class Models:
@@ -68,9 +70,9 @@ def load_models(folder, device, reward="", policy="", reference="", separate_cri
 
 
 def load_function(name):
-    """ "module:function" -> the function; the module is looked for in the current folder too."""
+    """ "module:function" -> the function; the current folder is where the module is looked for last."""
     module, _, function = name.partition(":")
-    sys.path.insert(0, "")
+    sys.path.append("")
     try:
         found = getattr(importlib.import_module(module), function)
         if not callable(found):
@@ -95,17 +97,19 @@ def text_reward(function, tokenizer):
             raise UserError(
                 f"--reward: {type(error).__name__}: {error} ({where.filename}, line {where.lineno})"
             ) from error
-        wanted = (
-            f"--reward: {len(tokens)} responses should get a list of {len(tokens)} finite numbers"
-        )
+        wanted = f"{len(tokens)} responses should get a list of {len(tokens)} numbers"
+        wanted = f"--reward: {wanted} from {-LARGEST:,.0f} to {LARGEST:,.0f}"
         try:
+            if isinstance(scores, dict | set | str):  # keys or letters are no scores
+                raise TypeError
             numbers = torch.tensor([float(x) for x in scores], device=tokens.device)
-        except (TypeError, ValueError, RuntimeError):  # no list, or a list of something else
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # no list, or not of numbers
             raise UserError(f"{wanted}, got {getattr(scores, 'shape', repr(scores)[:80])}")
         if len(numbers) != len(tokens):
             raise UserError(f"{wanted}, got {len(numbers)}")
-        if not numbers.isfinite().all():
-            bad = int((~numbers.isfinite()).nonzero()[0])
+        wrong = ~(numbers.abs() <= LARGEST)  # NaN too
+        if wrong.any():
+            bad = int(wrong.nonzero()[0])
             raise UserError(
                 f"{wanted}, got {numbers[bad].item()} for {(texts[0][bad] + texts[1][bad])[:80]!r}"
             )

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import time
 import zlib
 from pathlib import Path
@@ -98,19 +99,21 @@ def read_rows(data, task, split):
 
 
 def encode_rows(rows, tokenizer, context):
-    """Rows of a prompt and completions -> the same as lists of ids; says what was skipped or cut.
+    """Rows of a prompt and completions -> the same as lists of ids; says what was skipped or cut,
+    and which context would suit them.
 
     Prompt and completions are encoded apart, so that no token crosses the border; a completion gets
     its end token. A prompt that leaves no room in the context skips the row; a completion that does
     not fit is cut (and has no end), and a pair whose answers are then the same is skipped.
     """
-    encoded, full, cut, equal, uneven = [], 0, 0, 0, 0
+    encoded, lengths, full, cut, equal, uneven = [], [], 0, 0, 0, 0
     for prompt, *completions in rows:
         prompt = tokenizer.encode(prompt)
+        whole = [tokenizer.encode(completion) + [tokenizer.eos] for completion in completions]
+        lengths.append(len(prompt) + max(map(len, whole), default=1))
         if not 0 < len(prompt) < context:
             full += 1
             continue
-        whole = [tokenizer.encode(completion) + [tokenizer.eos] for completion in completions]
         completions = [ids[: context - len(prompt)] for ids in whole]
         if len(completions) == 2 and completions[0] == completions[1]:
             equal += 1
@@ -128,10 +131,17 @@ def encode_rows(rows, tokenizer, context):
     for note, count in notes.items():
         if count:
             print(f"    {count:,} {note}")
+    if (suits := length_of_most(lengths)) > context:
+        print(f"warning: 95 % of these rows fit whole into train_sft.py --context {suits}")
     if not encoded:
         why = "no two answers differ within" if equal else "no prompt leaves room in"
         raise UserError(f"{why} the {room}; shorten the rows, or train with a larger --context")
     return encoded
+
+
+def length_of_most(lengths):
+    """The shortest that at least 95 % do not exceed."""
+    return sorted(lengths)[math.ceil(0.95 * len(lengths)) - 1]
 
 
 def read_ids(data, task, split, tokenizer, context):

@@ -131,6 +131,7 @@ class State:
         self.kind, self.run, self.settings = kind, run, settings
         self.parts = {name: part for name, part in parts.items() if hasattr(part, "state_dict")}
         self.path, self.log_path = run.out / f"{kind}_state.pt", run.out / f"{kind}.jsonl"
+        self.model_path = run.out / f"{kind}.pt"
         self.made_from = made_from or {}
         if run.tensorboard:
             summary_writer()  # if it is missing, say so before anything is overwritten
@@ -139,23 +140,20 @@ class State:
             half_written.unlink()
         if run.resume and self.path.exists():
             self.load()
-        elif run.resume:
-            print(f"--resume: {self.path} is not there, so this run starts at the beginning")
-        else:
+        elif not run.overwrite:
             self.check_that_nothing_is_lost()
         self.log = self.board = None
         self.interrupted = False
 
     def check_that_nothing_is_lost(self):
-        """UserError if there is an unfinished run, and nobody said that it may be overwritten."""
-        try:
-            old = read_contents(self.path, ("state",))
-        except UserError:  # there is none, or none that could be used
-            return
-        old = old.get("values", {}) | old  # earlier versions kept `step` and `done` there
-        if not old.get("done") and not self.run.overwrite:
-            where = f"{self.path}: a run was interrupted at step {old.get('step')}"
-            raise UserError(f"{where}; --resume goes on with it, --overwrite begins again")
+        """UserError if a run, finished or not, or its model is there."""
+        if self.path.exists():
+            hint = "--resume goes on with it, --overwrite begins again"
+            raise UserError(f"{self.path}: a run is there; {hint}")
+        if self.model_path.exists():
+            raise UserError(f"{self.model_path}: a model is there; --overwrite makes it again")
+        if self.run.resume:
+            print(f"--resume: {self.path} is not there, so this run starts at the beginning")
 
     def load(self):
         contents = read_contents(
@@ -184,11 +182,10 @@ class State:
         except (KeyError, ValueError, RuntimeError) as error:
             damage = f"damaged, or another version's ({type(error).__name__})"
             raise UserError(f"{self.path}: {damage}; {again}")
-        model = self.run.out / f"{self.kind}.pt"
         if self.done and self.kind != "ppo":  # train_ppo.py goes on to its report
-            if not model.exists():
-                raise UserError(f"{model} is gone; --overwrite makes it again")
-            print(f"{model} is finished; --overwrite makes it again")
+            if not self.model_path.exists():
+                raise UserError(f"{self.model_path} is gone; --overwrite makes it again")
+            print(f"{self.model_path} is finished; --overwrite makes it again")
             sys.exit()
 
     def save(self):

@@ -15,7 +15,7 @@ import minippo
 from minippo import GPT
 from plumbing import fast
 from plumbing.errors import UserError
-from plumbing.rows import pad
+from plumbing.rows import length_of_most, pad
 from plumbing.tokenizer import Tokenizer
 
 
@@ -48,6 +48,14 @@ def first_model(rows, shape, init):
     seconds = time.perf_counter() - start
     print(f"learned a vocabulary of {tokenizer.vocab_size:,} tokens in {seconds:.1f} s")
     return GPT(dataclasses.replace(shape, vocab_size=tokenizer.vocab_size)), tokenizer
+
+
+def warn_of_long_answers(rows):
+    """Say if PPO, by default, writes no responses as long as those of (prompt, completion)."""
+    suits, most = length_of_most([len(x) for _, x in rows]), minippo.PPOConfig.max_new_tokens
+    if suits > most:
+        hint = f"train_rm.py and train_ppo.py --max_new_tokens {suits} would hold 95 %"
+        print(f"warning: more than 5 % of the completions exceed {most} tokens; {hint}")
 
 
 def add_critic(policy, reward_model):

@@ -7,6 +7,7 @@ import pytest
 
 from bench import pictures, real, results, speed, tables
 from cli import run
+from plumbing.errors import UserError
 
 TINY = dict(zip(speed.SHAPE, (11, 9, 1, 2, 8))) | {"batch": 4, "prompt": (2, 4), "new": 2}
 
@@ -150,6 +151,11 @@ def test_the_pictures_are_drawn_from_results_json(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     (tmp_path / "bench").mkdir()
     monkeypatch.setattr(pictures, "ROOT", tmp_path)
+    (tmp_path / "bench" / "curves.svg").write_text("old")
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="cannot be written"):
+        patch.setattr("os.fsync", lambda _: (tmp_path / "full" / "disk").touch())
+        pictures.draw(tables.load())
+    assert (tmp_path / "bench" / "curves.svg").read_text() == "old"
     pictures.draw(tables.load())
     drawn = {path.name: path.stat().st_size for path in (tmp_path / "bench").iterdir()}
     assert len(drawn) == 4 and max(drawn.values()) < 60_000

@@ -107,7 +107,7 @@ def test_a_truncated_checkpoint_and_one_with_other_contents_are_refused(tmp_path
     [
         (("rm",), "train_rm.py makes it"),
         (("ppo", "sft"), "train_ppo.py makes it"),
-        (("state",), "leave --resume out"),
+        (("state",), "--overwrite begins again"),
     ],
 )
 def test_a_missing_file_and_one_of_another_kind_are_refused_with_what_to_do(tmp_path, kinds, hint):

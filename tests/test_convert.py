@@ -50,6 +50,12 @@ def chat(*contents):
     return [{"role": role, "content": content} for role, content in zip(roles, contents)]
 
 
+def sharegpt(*contents):
+    """The same with the names of ShareGPT."""
+    names = {"user": "human", "assistant": "gpt"}
+    return [{"from": names[x["role"]], "value": x["content"]} for x in chat(*contents)]
+
+
 def talk(*contents):
     """The same as a transcript."""
     names = ["Human", "Assistant"] * len(contents)
@@ -91,9 +97,8 @@ def test_csv_takes_what_the_csv_module_writes_and_values_of_any_length(tmp_path)
     text = io.StringIO(newline="")
     csv.writer(text).writerows([("q", "a"), *rows])
     assert converted(tmp_path, text.getvalue().encode(), *SFT, name="rows.csv") == rows
-    assert converted(tmp_path, b",a\n7,8", "--prompt", "", *SFT[2:], name="rows.csv") == [
-        ("7", " 8")
-    ]
+    flags = ["--prompt", "", *SFT[2:], "--overwrite"]
+    assert converted(tmp_path, b",a\n7,8", *flags, name="rows.csv") == [("7", " 8")]
 
 
 def test_text_is_written_as_it_is_and_half_a_surrogate_pair_survives(tmp_path):
@@ -117,6 +122,13 @@ def test_text_is_written_as_it_is_and_half_a_surrogate_pair_survives(tmp_path):
             CHAT_PAIRS,
             "pref",
             {"good": chat("1", "c"), "bad": [{"id": 7, **chat("1")[0]}, chat("1", "d")[1]]},
+            ("User: 1\nAssistant:", " c", " d"),
+        ),
+        (CHATS, "sft", {"m": sharegpt("1", "c")}, ("User: 1\nAssistant:", " c")),
+        (
+            CHAT_PAIRS,
+            "pref",
+            {"good": sharegpt("1", "c"), "bad": chat("1", "d")},
             ("User: 1\nAssistant:", " c", " d"),
         ),
         (CHATS, "sft", {"m": talk("1", "c \n")}, ("\n\nHuman: 1\n\nAssistant:", " c")),
@@ -155,10 +167,13 @@ def test_an_answer_gets_a_leading_space_where_neither_side_has_white_space(end, 
 
 
 def test_a_chat_is_written_out_with_its_roles_up_to_the_last_reply(tmp_path):
-    messages = [{"role": "system", "content": "Be kind."}]
-    messages += chat(" Hi\n", "Hello", "1 + 1?\nThink.", "\n2 ")
+    contents = " Hi\n", "Hello", "1 + 1?\nThink.", "\n2 "
+    messages = [{"role": "system", "content": "Be kind."}, *chat(*contents)]
+    others = [{"from": "system", "value": "Be kind."}, *sharegpt(*contents)]
     prompt = "System: Be kind.\nUser: Hi\nAssistant: Hello\nUser: 1 + 1?\nThink.\nAssistant:"
-    assert converted(tmp_path, [{"m": messages}], *CHATS) == [(prompt, "\n2 ")]
+    for chats in (messages, others):
+        flags = *CHATS, "--overwrite"
+        assert converted(tmp_path, [{"m": chats}], *flags) == [(prompt, "\n2 ")]
 
 
 DIFFER = "chats differ before the last reply"
@@ -192,7 +207,7 @@ def test_a_row_that_teaches_nothing_is_skipped_and_counted_by_reason(tmp_path, f
         sound = {"m": chat("x", "y"), "good": talk("x", "y"), "bad": talk("x", "z")}
     status, out, err = convert(tmp_path, [row, sound, row, sound], *flags, "--val", 0)
     assert (status, err) == (0, "")
-    assert f"rows.jsonl: 4 rows read, 3 skipped; {reason}: 2; duplicate: 1\n" in out
+    assert f"rows.jsonl: 4 rows read, 3 skipped; {reason}: 2; duplicate: 1" in out
     status, out, err = convert(tmp_path, [row, row], *flags)
     assert (status, out) == (2, "")
     assert err.endswith(f"rows.jsonl: no row to write (2 rows read, 2 skipped; {reason}: 2)\n")
@@ -202,6 +217,12 @@ def test_rows_keep_their_order_and_the_same_prompt_with_another_answer_is_no_dup
     rows = [("b", "c"), ("b", "d"), ("b", " c"), ("e", "c"), ("b", "c"), *zip("zyxwvu", "gghhii")]
     expected = [(q, f" {a.strip()}") for q, a in dict.fromkeys(rows) if a != " c"]
     assert converted(tmp_path, [{"q": q, "a": a} for q, a in rows], *SFT) == expected
+
+
+def test_keys_that_are_not_used_are_named(tmp_path):
+    rows = [{"q": "b", "a": "c", "label": False}, {"q": "d", "a": "e", "input": "f", "label": True}]
+    _, out, _ = convert(tmp_path, rows, *SFT)
+    assert "rows.jsonl: 2 rows read, 0 skipped; keys not used: 'input', 'label'\n" in out
 
 
 # What is held out
@@ -262,33 +283,46 @@ def test_a_share_of_0_writes_the_train_file_alone_and_1_the_val_file_from_any_fo
 # Files
 
 
-def test_other_files_stay_and_one_of_the_same_name_is_replaced(tmp_path):
+def test_other_files_stay_and_one_of_the_same_name_is_replaced_on_request_alone(tmp_path):
     rows = [{"q": f"q{i}", "a": "x", "good": "y", "bad": "z"} for i in range(20)]
     convert(tmp_path, rows, *PREF)
     pref = rows_of(tmp_path / "out", "pref")
-    for answer in ("x", "new"):
-        convert(tmp_path, [{**row, "a": answer} for row in rows], *SFT)
+    for answer, flags in (("x", []), ("new", ["--overwrite"])):
+        convert(tmp_path, [{**row, "a": answer} for row in rows], *SFT, *flags)
         sft = rows_of(tmp_path / "out", "sft")
         assert sorted(sft) == sorted((row["q"], f" {answer}") for row in rows)
     assert rows_of(tmp_path / "out", "pref") == pref
-    assert len(list((tmp_path / "out").iterdir())) == 4
+    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert len(before) == 4
+    keys = ["--prompt", "prompt", "--completion", "completion"]
+    for share in ("0", "1", "0.05"):  # one of the files, the other, and both
+        for path in (tmp_path / "out" / f"sft_{split}.jsonl" for split in ("train", "val")):
+            flags = ["--out", path.parent, *keys, "--val", share]
+            status, _, err = run("data/convert.py", path, *flags)
+            assert status == 2 and err.count("\n") == 1 and "--overwrite" in err
+    assert before == {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    (tmp_path / "out" / "sft_train.jsonl").unlink()
+    assert convert(tmp_path, rows, *SFT)[0] == 2  # because of one of the two, neither is written
+    assert not (tmp_path / "out" / "sft_train.jsonl").exists()
+    assert convert(tmp_path, rows, *SFT, "--val", 0)[0] == 0
 
 
-def test_a_file_is_written_whole_or_not_at_all_and_never_over_its_source(tmp_path, monkeypatch):
+def test_a_file_is_written_whole_or_not_at_all_by_one_process_alone(tmp_path, monkeypatch):
     convert(tmp_path, [{"q": "old"}, {"q": "older"}], *PROMPTS)
-    before = rows_of(tmp_path / "out", "prompts")
-    for name in ("train", "val"):
-        path = tmp_path / "out" / f"prompts_{name}.jsonl"
-        status, out, err = run("data/convert.py", path, "--out", path.parent, "--prompt", "prompt")
-        assert (status, out) == (2, "") and f"{path}: would be overwritten" in err
+    before, names = rows_of(tmp_path / "out", "prompts"), set()
 
-    def fail(*paths):
-        raise OSError(28, "No space left on device", str(paths[0]))
+    def fail(beside, path):
+        names.add(beside)
+        raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr(os, "replace", fail)
-    status, _, err = convert(tmp_path, [{"q": "new"}, {"q": "newer"}], *PROMPTS)
-    assert status == 2 and err.count("\n") == 1 and "No space left" in err
-    assert rows_of(tmp_path / "out", "prompts") == before
+    for process in (1, 2):
+        monkeypatch.setattr(os, "getpid", lambda process=process: process)
+        new = [{"q": "new"}, {"q": "newer"}]
+        status, _, err = convert(tmp_path, new, *PROMPTS, "--overwrite")
+        assert status == 2 and err.count("\n") == 1 and "No space left" in err
+    assert rows_of(tmp_path / "out", "prompts") == before and len(names) == 2
+    assert len(list((tmp_path / "out").iterdir())) == 2
 
 
 # What is refused
@@ -297,7 +331,8 @@ GOOD = b'{"q": "a", "a": "b"}'
 
 
 BAD_MESSAGE = (
-    ", line 1: a message should be an object with the strings 'role' and 'content', found "
+    ", line 1: a message should be an object with the strings 'role', 'content' or 'from', "
+    "'value', found "
 )
 
 
@@ -442,8 +477,9 @@ def test_the_command_writes_six_files_holds_out_what_the_converter_would_and_tak
     (tmp_path / "pos").write_bytes("\n".join(lines).encode("latin-1"))
     (tmp_path / "neg").write_text("\n".join(lines).replace("every", "no"), encoding="utf-8")
     command = [sys.executable, str(ROOT / "data" / "rt_polarity.py"), "pos", "neg", "--out", "out"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, encoding="utf-8")
-    assert (done.returncode, done.stderr) == (0, "")
+    for flags, status in (([], 0), ([], 2), (["--overwrite"], 0)):
+        done = subprocess.run([*command, *flags], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == status and done.stderr.count("\n") == (status == 2)
     for task, n in (("sft", 100), ("pref", 50), ("prompts", 50)):
         rows, val = (
             rows_of(tmp_path / "out", task, splits) for splits in (("train", "val"), ["val"])

@@ -5,14 +5,18 @@ import json
 import math
 import random
 import re
+import shutil
 import textwrap
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from cli import ROOT, run
 from data import zoo
 from data.zoo import BEST, FACTS, PROMPTS, WORST, crowd, judge, questions, statements, write_data
+from plumbing.settings import RunConfig
+from train_sft import make_default_data
 
 BEE = "What does a bee eat?"
 COUNTS = {"sft_train": 84_000, "sft_val": 4_000, "pref_train": 40_000, "pref_val": 8_000}
@@ -290,30 +294,41 @@ def test_the_ceilings_are_what_the_crowd_and_the_judge_reach_on_the_validation_r
     assert abs(sum(surprise) / 4_000 - limits["entropy_per_completion"]) < 4 * error < 0.2
 
 
-@pytest.mark.parametrize("existing", [False, True])
-def test_an_interrupted_run_leaves_nothing_half_written(tmp_path, few_rows, monkeypatch, existing):
-    folder = tmp_path / "zoo"
-    if existing:
-        write_data(folder, seed=1)
-    before = existing and read_all(folder)
-
+def test_an_interrupted_run_leaves_nothing_half_written(tmp_path, few_rows, monkeypatch):
     def interrupt(rows, seed):  # comes when the six .jsonl files have been written
         raise KeyboardInterrupt
 
     monkeypatch.setattr(zoo, "ceilings", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        write_data(folder, seed=2)
-    assert list(tmp_path.iterdir()) == ([folder] if existing else [])
-    assert not existing or read_all(folder) == before
+        write_data(tmp_path / "zoo", seed=2)
+    assert not list(tmp_path.iterdir())
 
 
-def test_an_existing_folder_gets_the_new_files_and_keeps_others(tmp_path, few_rows):
-    write_data(tmp_path / "zoo", seed=1)
-    (tmp_path / "zoo" / "notes.txt").write_text("mine")
-    rows, limits = write_data(tmp_path / "zoo", seed=2)
-    assert (rows, limits) == write_data(tmp_path / "fresh", seed=2) and limits["seed"] == 2
-    assert read_all(tmp_path / "zoo") == read_all(tmp_path / "fresh") | {"notes.txt": b"mine"}
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["fresh", "zoo"]
+def test_a_folder_that_is_there_stays_as_it_is(tmp_path):
+    (tmp_path / "sft_train.jsonl").write_text("mine")
+    status, printed, error = run("data/zoo.py", "--out", tmp_path)
+    assert (status, printed) == (2, "") and f"{tmp_path} is there already" in error
+    assert read_all(tmp_path) == {"sft_train.jsonl": b"mine"}
+
+
+def test_two_first_runs_at_once_make_the_default_data_once(tmp_path, few_rows, monkeypatch):
+    rename = Path.rename
+
+    def another_run_is_faster(*paths):
+        monkeypatch.setattr(Path, "rename", rename)
+        write_data("data/zoo")
+        rename(*paths)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Path, "rename", another_run_is_faster)
+    make_default_data(RunConfig(device="cpu"))
+    write_data("fresh")
+    assert read_all(tmp_path / "data" / "zoo") == read_all(tmp_path / "fresh")
+    make_default_data(RunConfig(device="cpu", data="data/other"))
+    shutil.rmtree("data")
+    (tmp_path / "data").write_text("a file in the way")
+    with pytest.raises(OSError):
+        make_default_data(RunConfig(device="cpu"))
 
 
 @pytest.mark.parametrize("out", ["file", "file/zoo"])

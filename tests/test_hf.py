@@ -28,6 +28,7 @@ TEXTS = [
     "What does a bee eat?",
     " A bee eats nectar. Enjoy your visit!",
     "naïve ﬁ 日本語 🐝\n\n  x\t'll 12 , it 's .",
+    "a<|endoftext|> <|pad|>",
 ]
 ENDS = dict.fromkeys(("bos_token", "eos_token", "unk_token"), hf.END)
 AUTO = transformers.AutoTokenizer.from_pretrained
@@ -76,7 +77,7 @@ def test_an_imported_gpt2_gives_the_logits_and_ids_of_transformers(folder, shuff
     order = torch.tensor([ids[word] for word in [*words, hf.END]])
     assert shuffled or order.tolist() == [*range(321)]
     assert_same_logits(model, transformers.GPT2LMHeadModel.from_pretrained(folder), order)
-    theirs = AUTO(folder)
+    theirs = AUTO(folder, split_special_tokens=True)
     for text in [*TEXTS, *zoo.PROMPTS, *random_texts(0)]:
         assert order[tokenizer.encode(text)].tolist() == theirs.encode(text)
 
@@ -103,7 +104,7 @@ def test_a_file_in_the_way_of_the_first_gpt2_is_read(folder):
 
 @functools.cache
 def trained():
-    return Tokenizer.train([*zoo.PROMPTS, *TEXTS * 3], 400)
+    return Tokenizer.train([*zoo.PROMPTS, *TEXTS[:3] * 3], 400)
 
 
 def exported(folder, kind):
@@ -135,6 +136,7 @@ def test_an_exported_policy_gives_the_same_logits_in_transformers_and_can_be_rea
     )
     again, same = hf.read_gpt2(str(out))
     assert same.tokens == tokenizer.tokens
+    assert [AUTO(out).encode(text) for text in TEXTS] == [*map(same.encode, TEXTS)]
     assert all(
         torch.equal(a, b)
         for a, b in zip(again.trunk.parameters(), model.trunk.parameters(), strict=True)
@@ -163,8 +165,8 @@ def test_a_random_vocabulary_gives_the_same_ids_over_random_texts_and_comes_back
 def test_an_exported_reward_model_gives_our_scores_of_texts_alone_or_padded(tmp_path):
     scorer, tokenizer, out = exported(tmp_path, "rm")
     prompts, responses = (
-        [*TEXTS[:2], "Where do bees live?", "a"],
-        [" In a hive.", "", TEXTS[1], "b"],
+        [*TEXTS[:2], "Where do bees live?", "a", hf.END],
+        [" In a hive.", "", TEXTS[1], "b", hf.END],
     )
     rows = [
         [*tokenizer.encode(x), *tokenizer.encode(y), tokenizer.eos]
@@ -313,8 +315,7 @@ def test_a_reward_model_and_an_empty_folder_are_no_policy(tmp_path):
 
 
 def test_one_line_exports_and_another_samples_from_what_was_exported(tmp_path):
-    for _ in range(2):  # the second time into a folder that is there
-        exported(tmp_path, "ppo")
+    exported(tmp_path, "ppo")
     status, printed, error = run(
         "plumbing/hf.py", "export", tmp_path / "ppo.pt", tmp_path / "new" / "out"
     )
@@ -327,6 +328,19 @@ def test_one_line_exports_and_another_samples_from_what_was_exported(tmp_path):
     done = run("sample.py", tmp_path / "new" / "out", *flags)
     assert done == (0, run("sample.py", tmp_path / "ppo.pt", *flags)[1], "")
     assert set(TEXTS[:2]) < set(done[1].splitlines())
+
+
+def test_a_model_that_is_there_is_replaced_on_request_alone(tmp_path):
+    exported(tmp_path, "rm")
+    for name in ("config.json", "model.safetensors"):
+        out = tmp_path / name.split(".")[0]
+        out.mkdir()
+        (out / name).write_text("another")
+        words = ["plumbing/hf.py", "export", tmp_path / "rm.pt", out]
+        status, _, error = run(*words)
+        assert status == 2 and "--overwrite" in error and error.count("\n") == 1
+        assert [path.read_text() for path in out.iterdir()] == ["another"]
+        assert run(*words, "--overwrite")[0] == 0 and len(hf.read_scorer(out)(["a"], ["b"])) == 1
 
 
 def test_an_export_into_a_file_and_other_words_are_refused(tmp_path):

@@ -24,6 +24,7 @@ from cli import FLAGS, run, shell, write_data
 from minippo import GPT, GPTConfig, PPOConfig
 from plumbing.checkpoints import load_checkpoint, save_checkpoint
 from plumbing.errors import UserError, explain, run_script
+from plumbing.models import load_function
 from plumbing.settings import RunConfig, explanations, read_flags
 from plumbing.tokenizer import Tokenizer
 from plumbing.training import FitConfig
@@ -36,6 +37,12 @@ def few(prompts, responses): return [1.0]
 def none(prompts, responses): pass
 def nan(prompts, responses): return [0.0] * (len(prompts) - 1) + [float("nan")]
 def infinite(prompts, responses): return [float("inf")] * len(prompts)
+def large(prompts, responses): return [1e6] * (len(prompts) - 1) + [-1.1e6]
+def huge(prompts, responses): return [10**400] * len(prompts)
+def keys(prompts, responses): return {float(i): 0.0 for i in range(len(prompts))}
+def letters(prompts, responses): return "1" * len(prompts)
+def several(prompts, responses): return {float(i) for i in range(len(prompts))}
+def escape(prompts, responses): raise ValueError("\\x1b[31m\\n")
 def words(prompts, responses): return ["good"] * len(prompts)
 number = 7
 """
@@ -244,20 +251,16 @@ FILE_CASES = [
     ("ppo", "--policy {folder}/x", foreign("x", "ppo"), ["x: was not made from", "sft.pt"]),
     ("ppo", "--policy {folder}/x", smaller("x", "ppo"), ["x: was not made from", "sft.pt"]),
     ("ppo", "--reference {folder}/rm.pt", None, ["rm.pt: holds 'rm', not 'ppo' or 'sft'"]),
-    (
-        "sft",
-        "",
-        interrupted("sft"),
-        ["sft_state.pt: a run was interrupted at step 1; --resume goes"],
-    ),
-    ("rm", "", interrupted("rm"), ["interrupted at step 1", "--overwrite begins again"]),
-    ("ppo", "", interrupted("ppo"), ["interrupted at step 1", "--resume", "--overwrite"]),
+    ("sft", "", interrupted("sft"), ["sft_state.pt: a run is there; --resume goes"]),
+    ("rm", "", None, ["rm_state.pt: a run is there", "--overwrite begins again"]),
+    ("ppo", "--lr 1", None, ["ppo_state.pt: a run is there", "--resume", "--overwrite"]),
+    ("ppo", "", remove("ppo_state.pt"), ["ppo.pt: a model is there", "--overwrite"]),
     ("ppo", "--resume --lam 0.5", interrupted("ppo"), ["saved with lam = 1.0;", "--overwrite"]),
     ("ppo", "--resume --seed 5", interrupted("ppo"), ["ppo_state.pt was saved with seed = 0"]),
     ("sft", "--resume --batch_size 9", interrupted("sft"), ["saved with batch_size = 16"]),
     ("sft", "--resume --layers 2", interrupted("sft"), ["saved with layers = 1"]),
     ("rm", "--resume --lr 1", interrupted("rm"), ["saved with lr = 0.001"]),
-    ("ppo", "--resume", put("ppo_state.pt", b"x"), ["ppo_state.pt: damaged", "leave --resume out"]),
+    ("ppo", "--resume", put("ppo_state.pt", b"x"), ["ppo_state.pt: damaged", "--overwrite"]),
     ("ppo", "--resume", without("ppo_state.pt", "settings"), ["another version; --overwrite"]),
     (
         "ppo",
@@ -273,7 +276,7 @@ FILE_CASES = [
     ("rm", "--resume", trained_again("sft"), ["sft.pt has been made again since"]),
     ("ppo", "--resume", trained_again("rm"), ["rm.pt has been made again since", "--overwrite"]),
     ("sft", "--out {folder}/rm.pt", None, ["rm.pt: File exists"]),
-    ("ppo", "", folder_in_place_of("ppo.jsonl"), ["ppo.jsonl: Is a directory"]),
+    ("ppo", "--overwrite", folder_in_place_of("ppo.jsonl"), ["ppo.jsonl: Is a directory"]),
 ]
 REWARD_CASES = [
     ("badrewards", ["--reward badrewards: ", "should be module:function, for instance my:score"]),
@@ -285,21 +288,24 @@ REWARD_CASES = [
     ("badrewards:few --separate_critic", ["--separate_critic starts from the reward model"]),
     ("badrewards:fails", ["--reward: ZeroDivisionError: no words (", "badrewards.py, line 2)"]),
     ("badrewards:late", ["KeyError: 'missing'", "line 3"]),
-    (
-        "badrewards:square",
-        ["8 responses should get a list of 8 finite numbers, got torch.Size([8, 2])"],
-    ),
-    ("badrewards:few", ["8 finite numbers, got 1"]),
-    ("badrewards:none", ["8 finite numbers, got None"]),
-    ("badrewards:nan", ["8 finite numbers, got nan for '"]),
+    ("badrewards:square", ["8 responses should get a list of 8 numbers", "torch.Size([8, 2])"]),
+    ("badrewards:few", ["8 numbers from -1,000,000 to 1,000,000, got 1"]),
+    ("badrewards:none", ["8 numbers", "got None"]),
+    ("badrewards:nan", ["8 numbers", "got nan for '"]),
     ("badrewards:infinite", ["got inf for '"]),
-    ("badrewards:words", ["8 finite numbers, got ['good', "]),
+    ("badrewards:large", ["to 1,000,000, got -1100000.0 for '"]),
+    ("badrewards:huge", ["8 numbers", "got [1000"]),
+    ("badrewards:keys", ["8 numbers", "got {0.0: 0.0, "]),
+    ("badrewards:letters", ["8 numbers", "got '11111111'"]),
+    ("badrewards:several", ["8 numbers", "got {0.0, 1.0"]),
+    ("badrewards:words", ["8 numbers", "got ['good', "]),
+    ("badrewards:escape", ["ValueError: \\x1b[31m\\n ("]),
 ]
 CASES = [
     *[(kind, flags, None, says) for kind, flags, says in FLAG_CASES],
     *DATA_CASES,
     *FILE_CASES,
-    *[("ppo", f"--reward {reward}", None, says) for reward, says in REWARD_CASES],
+    *[("ppo", f"--overwrite --reward {reward}", None, says) for reward, says in REWARD_CASES],
 ]
 
 
@@ -329,6 +335,7 @@ def test_what_is_no_mistake(folder):
     free = ["--resume", "--micro_batch", 2, "--save_every", 9, "--grad_checkpoint"]
     assert run("train_sft.py", *given, *FLAGS["sft"], *free)[0] == 0
     remove("data/sft_train.jsonl", "data/prompts_train.jsonl", "data/prompts_val.jsonl")(folder)
+    given += ["--overwrite"]
     for kind in ("sft", "ppo"):
         assert run(f"train_{kind}.py", *given, *FLAGS[kind])[0] == 0
     odd = ["\x00\x1b[31m", "\u202eabc", "😀 é ñ 日本", "<|endoftext|>", " \t\n", "x" * 25, "\ud800"]
@@ -339,6 +346,30 @@ def test_what_is_no_mistake(folder):
     for kind, flags in FLAGS.items():
         status, printed, error = run(f"train_{kind}.py", *given, *flags, "--out", folder / "odd")
         assert (status, error) == (0, "") and "\x1b" not in printed
+
+
+def test_what_validation_and_lengths_do_not_tell_is_not_said_and_what_they_do_is(folder):
+    """One row has no standard error; completions that PPO will not write are no mistake either."""
+    given = ["--data", folder / "data", "--out", folder, "--overwrite"]
+    for task, row in {"sft": GOOD, "pref": PAIR}.items():
+        rows(task, row, split="val")(folder)
+    rows("sft", *[GOOD | {"completion": "x y " * 40}] * 3)(folder)
+    status, printed, _ = run("train_sft.py", *given, *FLAGS["sft"], "--context", 99)
+    assert status == 0 and "validation loss" in printed and "±" not in printed
+    assert "warning" in printed and "train_ppo.py --max_new_tokens " in printed
+    status, printed, _ = run("train_rm.py", *given, *FLAGS["rm"])
+    assert status == 0 and "% of the validation pairs right" in printed and "±" not in printed
+
+
+def test_a_reward_is_looked_for_in_the_current_folder_last(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [x for x in sys.path if Path(x).is_absolute()])
+    monkeypatch.chdir(tmp_path)
+    for name in ("colorsys", "mytaste"):  # the first is in the standard library
+        (tmp_path / f"{name}.py").write_text("def rgb_to_hls(): return 7")
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    assert load_function("mytaste:rgb_to_hls")() == 7
+    assert load_function("colorsys:rgb_to_hls")(0, 0, 0) == (0.0, 0, 0.0)
+    monkeypatch.delitem(sys.modules, "mytaste")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device here")
@@ -352,7 +383,7 @@ def test_a_full_disk_is_one_clear_line_and_the_model_that_was_there_stays(
         return real("/dev/full" if str(name).endswith(".tmp") else name, *args, **more)
 
     monkeypatch.setattr("builtins.open", full)
-    given = ["--data", folder / "data", "--out", folder, *FLAGS[kind]]
+    given = ["--data", folder / "data", "--out", folder, "--overwrite", *FLAGS[kind]]
     status, _, error = run(f"train_{kind}.py", *given)
     assert status == 2 and error.count("\n") == 1
     assert "No space left on device" in error and "is still there" in error
@@ -442,7 +473,7 @@ def test_a_script_ends_with_status_2_and_its_own_name(tmp_path):
 @pytest.mark.parametrize(
     "error, status, says",
     [
-        (UserError("do this"), 2, "x.py: do this\n"),
+        (UserError("do this é\x1b[31m\n\u202e"), 2, "x.py: do this é\\x1b[31m\\n\\u202e\n"),
         (
             FloatingPointError("nan\nmore"),
             2,

@@ -22,8 +22,21 @@ def test_the_sampler_takes_all_of_the_standard_input_for_one_prompt_if_told_to(p
     for prompt in ("\n\nHuman: a\n\nAssistant:", "a\n", "a"):
         status, printed, error = run("sample.py", policy, "--whole", stdin=prompt + "\n")
         assert (status, error) == (0, "") and printed == run("sample.py", policy, prompt)[1]
-    assert run("sample.py", policy, "--whole") == (0, "", "")
-    assert run("sample.py", policy, stdin="a \n\nb")[1].splitlines()[::2] == ["a ", "b"]
+    assert run("sample.py", policy) == (0, "", "")
+
+
+def test_a_prompt_that_is_empty_or_too_long_is_named_and_the_others_are_answered(policy):
+    for words, stdin in (([], "a \n\nb\n" + 32 * "x" + "\n" + 31 * "y"), (["a ", "", "b"], "")):
+        status, printed, error = run("sample.py", policy, *words, stdin=stdin)
+        bad = ["'' has 0 tokens, not 1 to 31", f"'{32 * 'x'}' has 32 tokens"][: 1 + bool(stdin)]
+        assert status == 2 and error.count("\n") == len(bad) and all(x in error for x in bad)
+        assert printed.splitlines()[::2] == ["a ", "b", 31 * "y"][: 2 + bool(stdin)]
+    assert run("sample.py", policy, "--whole")[0] == 2
+
+
+def test_the_folder_of_a_run_is_no_checkpoint_but_its_ppo_pt_is(policy):
+    status, printed, error = run("sample.py", policy.parent, "a")
+    assert (status, printed) == (2, "") and f"give its {policy}\n" in error
 
 
 def test_a_sampler_without_a_prompt_and_a_standard_input_ends(policy):

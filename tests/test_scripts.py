@@ -414,9 +414,10 @@ def go(name, begun, out, *flags):
     return run(f"train_{kind}.py", *given, *more, *STAGES[name].split(), *flags)
 
 
-def new_folder(begun, folder):
+def new_folder(begun, folder, kind):
+    """With the models that this stage starts from."""
     folder.mkdir()
-    for file in ("sft.pt", "rm.pt"):
+    for file in {"sft": [], "rm": ["sft.pt"], "ppo": ["sft.pt", "rm.pt"]}[kind]:
         shutil.copy(begun / file, folder)
     return folder
 
@@ -465,7 +466,7 @@ def whole(begun, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         short.__wrapped__(patch)
         for name in STAGES:
-            folder = new_folder(begun, tmp_path_factory.mktemp("whole") / "out")
+            folder = new_folder(begun, tmp_path_factory.mktemp("whole") / "out", kind_of(name))
             status, printed, error = go(name, begun, folder)
             assert (status, error) == (0, "")
             assert ("stopped falling at step" in printed) == (kind_of(name) != "ppo")
@@ -477,7 +478,8 @@ def whole(begun, tmp_path_factory):
 def test_a_run_stopped_in_any_step_ends_as_if_it_had_not_been(
     begun, whole, short, tmp_path, monkeypatch, name, how
 ):
-    kind, folder = kind_of(name), new_folder(begun, tmp_path / "out")
+    kind = kind_of(name)
+    folder = new_folder(begun, tmp_path / "out", kind)
     calls = 2 if kind == "ppo" else 1  # gradient steps in a step
     call = random.Random(f"{name} {how}").randint(1, calls * len(whole[name][0]))
     with monkeypatch.context() as patch:
@@ -502,7 +504,7 @@ def test_a_run_stopped_in_any_step_ends_as_if_it_had_not_been(
 
 
 def test_a_run_killed_in_its_report_makes_that_alone(begun, whole, short, tmp_path, monkeypatch):
-    folder = new_folder(begun, tmp_path / "out")
+    folder = new_folder(begun, tmp_path / "out", "ppo")
     with monkeypatch.context() as patch:
         patch.setattr(plumbing.report, "make_report", lambda *_: kill())
         with pytest.raises(Killed):
@@ -513,7 +515,7 @@ def test_a_run_killed_in_its_report_makes_that_alone(begun, whole, short, tmp_pa
 
 
 def test_a_finished_stage_is_not_trained_again_by_resume(begun, short, tmp_path, monkeypatch):
-    folder = new_folder(begun, tmp_path / "out")
+    folder = new_folder(begun, tmp_path / "out", "rm")
     assert go("rm", begun, folder)[0] == 0
     before = (folder / "rm.pt").read_bytes()
     stop_in(monkeypatch, 1, kill)
@@ -524,7 +526,7 @@ def test_a_finished_stage_is_not_trained_again_by_resume(begun, short, tmp_path,
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="Windows has no such signal")
 def test_a_process_that_is_killed_unlocks_its_folder_and_can_be_resumed(begun, tmp_path):
-    folder = new_folder(begun, tmp_path / "out")
+    folder = new_folder(begun, tmp_path / "out", "rm")
     flags = ["--data", begun / "data", "--out", folder, *CPU, "--batch_size", 8, "--save_every", 3]
     flags += ["--epochs", 10, "--answers", 16]
     with start("train_rm.py", *flags) as process:
@@ -534,7 +536,7 @@ def test_a_process_that_is_killed_unlocks_its_folder_and_can_be_resumed(begun, t
         process.kill()
         assert process.wait(60) == -signal.SIGKILL
     assert run("train_rm.py", *flags, "--resume")[0] == 0
-    assert run("train_rm.py", *flags, "--out", new_folder(begun, tmp_path / "whole"))[0] == 0
+    assert run("train_rm.py", *flags, "--out", new_folder(begun, tmp_path / "whole", "rm"))[0] == 0
     assert results(folder, "rm") == results(tmp_path / "whole", "rm")
 
 
@@ -576,14 +578,14 @@ def test_no_more_rows_are_in_memory_than_the_flags_allow(begun, tmp_path, monkey
         return read_states(trunk, tokens, *rest)
 
     monkeypatch.setattr(fast, "read_states", watched)
-    folder = new_folder(begun, tmp_path / "out")
+    folder = new_folder(begun, tmp_path / "out", "ppo")
     write_data(tmp_path / "data")
     for kind, most, flags in (
         ("ppo", 4, "--micro_batch 2 --rollout_batch 4 --report_prompts 8"),
         ("rm", 8, "--micro_batch 2"),  # pairs are two rows; answers are sampled four times as many
         ("sft", 2, "--micro_batch 2"),
     ):
-        given = ["--data", tmp_path / "data", "--out", folder]
+        given = ["--data", tmp_path / "data", "--out", folder, "--overwrite"]
         own = [x for x in FLAGS[kind] if x != "--no_report"]
         assert run(f"train_{kind}.py", *given, *own, *flags.split())[0] == 0
         assert max(rows) == most
@@ -649,7 +651,8 @@ def test_the_reference_of_the_report_does_not_move(begun, tmp_path):
     reports = []
     for more in ([], ["--ref_update_every", 1]):
         given = ["--data", begun / "data", "--models", begun, "--out", tmp_path, *PPO, "--lr", 0.05]
-        assert run("train_ppo.py", *given, *more, "--report_prompts", 4)[0] == 0
+        more += ["--overwrite", "--report_prompts", 4]
+        assert run("train_ppo.py", *given, *more)[0] == 0
         reports.append(json.loads((tmp_path / "report.json").read_text()))
     still, moves = reports
     assert moves["sft"] == still["sft"] and abs(moves["ppo"]["kl"]) > 1e-3
@@ -769,7 +772,7 @@ def test_the_model_of_the_lowest_validation_loss_is_saved(
         return validate(model, rows, *rest) | {"val_loss": float(next(losses))}
 
     monkeypatch.setattr(script, "validate", watched)
-    folder = new_folder(begun, tmp_path / "out")
+    folder = new_folder(begun, tmp_path / "out", kind)
     flags = [*SHAPE] if kind == "sft" else ["--answers", "16"]
     more = ["--data", begun / "data", "--out", folder, *CPU, "--batch_size", 8, "--max_steps", 9]
     monkeypatch.setattr("sys.argv", ["x", *map(str, [*more, *flags])])

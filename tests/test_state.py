@@ -169,19 +169,26 @@ def test_a_run_goes_on_from_its_last_save(tmp_path, stop, left):
     assert [row["loss"] for row in log] == [float(i) for i in range(10)]
 
 
-def test_an_unfinished_run_is_overwritten_on_request_alone(tmp_path):
+def test_a_run_or_a_model_that_is_there_is_overwritten_on_request_alone(tmp_path):
     go(*begin(tmp_path, save_every=1), until=3)
-    with pytest.raises(UserError, match="interrupted at step 3; --resume goes on .* --overwrite"):
+    with pytest.raises(UserError, match="a run is there; --resume goes on .* --overwrite"):
         begin(tmp_path)
     it, weight = begin(tmp_path, overwrite=True)
     assert it.step == 0 and len(log_of(tmp_path)) == 3  # as long as no step has been made
     go(it, weight, until=1)
     assert not (tmp_path / "sft_state.pt").exists() and len(log_of(tmp_path)) == 1
     go(*begin(tmp_path, overwrite=True))
-    with pytest.raises(UserError, match="interrupted at step 10"):  # its model is not saved yet
-        begin(tmp_path)
     begin(tmp_path, resume=True)[0].finish()
-    assert begin(tmp_path)[0].step == 0
+    (tmp_path / "rm.pt").touch()  # of another stage
+    for _ in range(2):
+        with pytest.raises(UserError, match="sft_state.pt: a run is there"):
+            begin(tmp_path)
+        (tmp_path / "sft.pt").touch()
+    (tmp_path / "sft_state.pt").unlink()
+    for resume in (False, True):
+        with pytest.raises(UserError, match="sft.pt: a model is there; --overwrite makes it again"):
+            begin(tmp_path, resume=resume)
+    assert begin(tmp_path, overwrite=True)[0].step == 0
 
 
 def test_a_finished_stage_ends_at_once_if_its_model_is_there_and_ppo_reports(tmp_path, capsys):
@@ -254,7 +261,8 @@ def test_a_run_goes_on_with_the_same_settings_data_and_models_alone(tmp_path, ch
 def test_a_log_that_is_lost_or_damaged_stops_no_run_and_is_said(tmp_path, capsys):
     go(*begin(tmp_path, save_every=4), until=7)
     lines = (tmp_path / "sft.jsonl").read_text().splitlines(True)
-    (tmp_path / "sft.jsonl").write_text("".join([lines[0], *lines[2:6], lines[6][:9]]))
+    lines[1] = "[1]\n"  # JSON, but no object
+    (tmp_path / "sft.jsonl").write_text("".join([*lines[:6], lines[6][:9]]))
     go(*begin(tmp_path, save_every=4, resume=True))
     assert [row["step"] for row in log_of(tmp_path)] == [1, 3, 4, 5, 6, 7, 8, 9, 10]
     assert "sft.jsonl holds 3 of 4 steps" in capsys.readouterr().out

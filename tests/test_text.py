@@ -169,6 +169,7 @@ def test_rows_that_do_not_fit_are_skipped_or_cut_and_counted(capsys):
         "    2 skipped: the two answers are the same, or the same up to the end of the context",
         "    4 cut at the end of the context of 5 tokens",
         "    1 of these pairs keep the end of one answer alone, which tells the two apart",
+        "warning: 95 % of these rows fit whole into train_sft.py --context 7",
     ]
     abc = [a, b, c]
     assert got[:4] == [([a, b, c, d], [e]), (abc, [end]), (abc, [d, end]), (abc, [d, e])]
@@ -177,6 +178,15 @@ def test_rows_that_do_not_fit_are_skipped_or_cut_and_counted(capsys):
         encode_rows(rows[2:3], BYTES, 5)
     with pytest.raises(UserError, match="no two answers differ within the context of 5"):
         encode_rows(pairs[2:], BYTES, 5)
+
+
+@pytest.mark.parametrize("longer, context", [(0, None), (1, None), (2, 9)])
+def test_a_context_that_keeps_95_percent_of_the_rows_whole_is_named(capsys, longer, context):
+    for kind, more in (((), 3), (("bc",), 1), (("b", "bc"), 1)):
+        rows = [("abc", *kind)] * (20 - longer) + [("abcdefg"[-more:] + "abcde", *kind)] * longer
+        encode_rows(rows, BYTES, 6)
+        said = capsys.readouterr().out
+        assert ("warning" in said) == bool(context) == (f"--context {context}\n" in said)
 
 
 GOOD = b'{"prompt": "a", "completion": "b"}'

@@ -27,6 +27,7 @@ from plumbing.training import (
     set_lr,
     split_batch,
     spread_over,
+    warn_of_long_answers,
 )
 from tiny import (
     EOS,
@@ -56,6 +57,13 @@ def test_the_first_model_has_the_vocabulary_of_its_rows(monkeypatch, capsys):
     hf = SimpleNamespace(read_gpt2=lambda source, dropout: (source, dropout))
     monkeypatch.setitem(sys.modules, "plumbing.hf", hf)
     assert first_model([], shape, "gpt2") == ("gpt2", 0.1)
+
+
+@pytest.mark.parametrize("long, says", [(0, None), (1, None), (2, 60)])
+def test_completions_longer_than_ppo_writes_are_warned_of(capsys, long, says):
+    warn_of_long_answers([([1] * 99, [1] * 48)] * (20 - long) + [([1], [1] * 60)] * long)
+    said = capsys.readouterr().out
+    assert ("warning" in said) == bool(says) == (f"--max_new_tokens {says} " in said)
 
 
 def test_a_separate_critic_starts_with_the_scores_of_the_reward_model():

@@ -655,7 +655,7 @@ def test_a_script_that_fails_ends_the_variation_that_started_it():
 
 
 def test_iterated_rounds_add_labelled_pairs_and_train_the_reward_model_on_all(
-    models, tmp_path, started
+    models, tmp_path, started, monkeypatch
 ):
     flags = ["--data", models / "data", "--models", models, "--out", tmp_path]
     flags += ["--rounds", 3, "--pairs", 12, "--seed", 5, "--ppo", "--kl_coef 0.7"]
@@ -680,12 +680,34 @@ def test_iterated_rounds_add_labelled_pairs_and_train_the_reward_model_on_all(
     new, newer = rows[1][20:], rows[2][len(rows[1]) :]
     assert [prompt for prompt, *_ in new] != [prompt for prompt, *_ in newer]
     assert len({prompt for prompt, *_ in new}) > 3 and not (third / "data").exists()
+    # Stopped while the pairs of the second round are sampled, and while they are written.
+    shutil.rmtree(second / "data")
+    monkeypatch.setattr(iterate, "new_pairs", lambda *_: pytest.fail("sampled"))
+    monkeypatch.setattr("sys.argv", ["iterate.py", *map(str, flags)])
+    with pytest.raises(pytest.fail.Exception, match="sampled"):
+        iterate.main()
+    assert (first / "data").exists() and not (second / "data").exists()
+    with open(second / "half_written" / "pref_train.jsonl", "a") as file:
+        file.write('{"prompt": "ha')
+    assert run("variations/iterate.py", *flags)[0] == 0
+    assert load_jsonl(second / "data" / "pref_train.jsonl", keys) == rows[2]
+    iterate.main()  # all pairs are there: none is sampled
+
+
+def test_prompts_that_the_judge_does_not_know_are_refused_before_anything_runs(
+    models, tmp_path, started
+):
+    write_rows(
+        tmp_path / "prompts_train.jsonl", [{"prompt": sorted(zoo.PROMPTS)[0]}, {"prompt": "Hi"}]
+    )
+    flags = ["--data", tmp_path, "--models", models, "--out", tmp_path / "out"]
+    status, _, error = run("variations/iterate.py", *flags)
+    assert status == 2 and error.count("\n") == 1 and "'Hi'" in error and not started
 
 
 def test_a_new_pair_is_an_answer_of_the_policy_and_one_of_the_sft_model(
     models, tmp_path, monkeypatch
 ):
-    shutil.copytree(models / "data", tmp_path / "data")
     settings = {"max_new_tokens": 7, "temperature": 0.8}
     torch.save({"kind": "state", "settings": settings}, tmp_path / "ppo_state.pt")
     for seed, kind in enumerate(("sft", "ppo")):
@@ -703,8 +725,8 @@ def test_a_new_pair_is_an_answer_of_the_policy_and_one_of_the_sft_model(
 
     monkeypatch.setattr(iterate, "respond", respond)
     monkeypatch.setattr(iterate, "label", lambda rng, prompt, a, b: (prompt, a, b))
-    rows = iterate.new_pairs(tmp_path, 12, 0)
-    assert asked[0] == asked[1] and set(asked[0]) <= set(zoo.PROMPTS)
+    rows = iterate.new_pairs(tmp_path, prompts := [*zoo.PROMPTS][:20], 12, 0)
+    assert asked[0] == asked[1] and set(asked[0]) <= set(prompts)
     assert rows == [(asked[0][i], f"ppo {i}", f"sft {i}") for i in range(12) if i % 3]
 
 
@@ -785,5 +807,7 @@ def test_what_trl_has_trained_is_graded_by_our_report(outgrow, models, tmp_path)
     assert 1e-3 < (weights(policy.trunk) - weights(sft.trunk)).norm() < 10
     log = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
     assert [row["step"] for row in log if "reward" in row] == [2, 4]
-    status, _, error = run("variations/outgrow.py", *flags, "--reference", "x.pt")
-    assert status == 2 and "no effect" in error
+    for more, says in ((["--reference", "x.pt"], "no effect"), ([], "holds a model")):
+        status, _, error = run("variations/outgrow.py", *flags, *more)
+        assert status == 2 and says in error
+    assert run("variations/outgrow.py", *flags, "--overwrite")[0] == 0

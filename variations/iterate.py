@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 
-from data.zoo import label
+from data.zoo import PROMPTS, label
 from minippo import PPOConfig
 from plumbing import fast
 from plumbing.checkpoints import load_checkpoint, read_contents
-from plumbing.errors import run_script
+from plumbing.errors import UserError, run_script
 from plumbing.report import respond
 from plumbing.rows import load_jsonl
 from plumbing.settings import RunConfig, read_flags
@@ -43,6 +43,10 @@ def main():
     (config,) = read_flags(__doc__, IterateConfig())
     fast.install()
     models, data = config.models, Path(config.data)
+    prompts = [prompt for (prompt,) in load_jsonl(data / "prompts_train.jsonl", ["prompt"])]
+    for prompt in prompts:
+        if prompt not in PROMPTS:
+            raise UserError(f"--data {data}: the judge, who labels, does not know {prompt[:40]!r}")
     for number in range(1, config.rounds + 1):
         out = Path(config.out) / str(number)
         flags = "--out", out, "--seed", config.seed, "--resume", "--data"
@@ -50,27 +54,30 @@ def main():
         run_python(ROOT / "train_ppo.py", *ppo_flags)
         if number < config.rounds:
             copy_files(config.models, "sft.pt", out)
-            copy_files(data, "pr*.jsonl", out / "data")  # pairs and prompts
+            if not (out / "data").exists():
+                half_written = out / "half_written"
+                copy_files(data, "pr*.jsonl", half_written)  # pairs and prompts
+                rows = map(json.dumps, new_pairs(out, prompts, config.pairs, config.seed + number))
+                with open(half_written / "pref_train.jsonl", "a") as file:
+                    print(*rows, sep="\n", file=file)
+                half_written.rename(out / "data")
             models, data = out, out / "data"
-            rows = map(json.dumps, new_pairs(out, config.pairs, config.seed + number))
-            with open(data / "pref_train.jsonl", "a") as file:
-                print(*rows, sep="\n", file=file)
             run_python(ROOT / "train_rm.py", *flags, data)
 
 
-def new_pairs(out, count, seed):
+def new_pairs(out, prompts, count, seed):
     """-> rows like those of pref_train.jsonl: what ppo.pt and sft.pt answer, where they differ."""
     rng, answers = random.Random(seed), []
-    rows = rng.choices(load_jsonl(out / "data" / "prompts_train.jsonl", ["prompt"]), k=count)
+    asked = rng.choices(prompts, k=count)
     settings = read_contents(out / "ppo_state.pt", ["state"])["settings"]
     config = PPOConfig(settings["max_new_tokens"], settings["temperature"])
     torch.manual_seed(seed)
     for kind in ("ppo", "sft"):
         model, tokenizer, _ = load_checkpoint(out / f"{kind}.pt", [kind], RunConfig().device)
-        prompts = [tokenizer.encode(prompt) for (prompt,) in rows]
-        _, texts = respond(model, model, no_score, prompts, 1, tokenizer, config)
+        ids = [tokenizer.encode(prompt) for prompt in asked]
+        _, texts = respond(model, model, no_score, ids, 1, tokenizer, config)
         answers.append(texts)
-    return [label(rng, prompt, a, b) for (prompt,), a, b in zip(rows, *answers) if a != b]
+    return [label(rng, prompt, a, b) for prompt, a, b in zip(asked, *answers) if a != b]
 
 
 def no_score(tokens, mask):

@@ -22,7 +22,7 @@ from variations.grpo import UNREAD, GRPOConfig
 
 # What TRL does not read, or reads by another name
 NOT_IN_TRL = """ref_update_every policy reference reward length_penalty dtype micro_batch
-    grad_checkpoint resume overwrite save_every tensorboard""".split()
+    grad_checkpoint resume save_every tensorboard""".split()
 
 
 def train_grpo(run, config, stage, flags, prompts, tokenizer, processes):
@@ -91,7 +91,7 @@ def main(train=train_grpo):
     if processes.is_main_process:
         prepare(run)
         for kind in ("sft", "rm"):
-            export(f"{stage.models}/{kind}.pt", run.out / kind)
+            export(f"{stage.models}/{kind}.pt", run.out / kind, run.overwrite)
     processes.wait_for_everyone()
     train(run, config, stage, flags, prompts, models.tokenizer, processes.num_processes)
     if processes.is_main_process:

@@ -67,6 +67,22 @@ HF_MUTANTS = [
         "plumbing/hf.py",
     ),
     Mutant(
+        "text that spells the end ends an exported model's text",
+        [('"split_special_tokens": True', '"split_special_tokens": False')],
+        "tokenizers of transformers parse special tokens in user text unless they are told not to",
+        "whoever types the end token closes the document, under transformers alone",
+        HF + "a_random_vocabulary_gives_the_same_ids_over_random_texts_and_comes_back",
+        "plumbing/hf.py",
+    ),
+    Mutant(
+        "an export over another model",
+        [("if (Path(folder) / name).exists() and not overwrite:", "if False:")],
+        "save_pretrained(), which writes over what is there",
+        "the model that a run began with is gone",
+        HF + "a_model_that_is_there_is_replaced_on_request_alone",
+        "plumbing/hf.py",
+    ),
+    Mutant(
         "a reward model's text without its end",
         [('f"$A $B {END}"', '"$A $B"')],
         "common: tokenizers of transformers append no end token to GPT-2's texts",

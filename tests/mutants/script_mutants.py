@@ -182,11 +182,27 @@ SCRIPT_MUTANTS = [
     ),
     Mutant(
         "scores that are no number",
-        [("if not numbers.isfinite().all():", "if False:")],
+        [("        if wrong.any():", "        if False:")],
         "rewards that fail now and then",
         "one NaN, and all weights are NaN",
         REFUSALS + "a_mistake_is_one_clear_line_and_loses_nothing",
         "plumbing/models.py",
+    ),
+    Mutant(
+        "a user's file in place of the standard library's",
+        [('sys.path.append("")', 'sys.path.insert(0, "")')],
+        "programs that look for modules in the current folder first",
+        "a json.py beside the reward breaks whatever is imported after it",
+        REFUSALS + "a_reward_is_looked_for_in_the_current_folder_last",
+        "plumbing/models.py",
+    ),
+    Mutant(
+        "a message that steers the terminal",
+        [('"".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)', "message")],
+        "errors that quote names from downloaded files",
+        "whoever sends a file can clear the screen or write over what is on it",
+        REFUSALS + "an_error_is_explained_in_one_line",
+        "plumbing/errors.py",
     ),
     # How long a run is
     Mutant(
@@ -248,10 +264,23 @@ SCRIPT_MUTANTS = [
     ),
     Mutant(
         "an interrupted run deleted",
-        [('if not old.get("done") and not self.run.overwrite:', "if False:")],
+        [
+            (
+                "        if self.path.exists():\n            hint",
+                "        if False:\n            hint",
+            )
+        ],
         "scripts that clear their folder when they start",
         "a forgotten flag costs hours",
-        STATE + "an_unfinished_run_is_overwritten_on_request_alone",
+        STATE + "a_run_or_a_model_that_is_there_is_overwritten_on_request_alone",
+        "plumbing/state.py",
+    ),
+    Mutant(
+        "a finished model replaced",
+        [("if self.model_path.exists():\n            raise", "if False:\n            raise")],
+        "scripts that protect what is unfinished, and nothing else",
+        "a command repeated with other flags costs the model that was there",
+        STATE + "a_run_or_a_model_that_is_there_is_overwritten_on_request_alone",
         "plumbing/state.py",
     ),
     Mutant(

@@ -22,6 +22,15 @@ best, reinforce = partial(mutant, "best_of_n"), partial(mutant, "reinforce")
 foreign = partial(mutant, "with_transformers")
 
 VARIATION_MUTANTS = [
+    mutant(
+        "iterate",
+        "half of a round's pairs",
+        'half_written = out / "half_written"',
+        'half_written = out / "data"',
+        "common: a folder that is there is taken for whole",
+        "a round that was interrupted goes on with the pairs that it had by then",
+        RUNS + "iterated_rounds_add_labelled_pairs_and_train_the_reward_model_on_all",
+    ),
     rloo(
         "a baseline that is added",
         "(rewards - others).flatten()",
