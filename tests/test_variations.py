@@ -397,7 +397,7 @@ def test_what_the_log_and_the_table_read_of_a_credit():
     assert_equal(found["advantages"], f64([[1.0], [-1.0]]) * (whole[0] - whole[1]) * mask)
     sign = (task.scores[4] - task.scores[9]).sign()
     found = grpo.grpo_credit(batch, task.config, 0.3, k=2)
-    assert_equal(found["advantages"], f64([[1.0], [-1.0]]) * sign * mask)
+    assert_equal(found["advantages"], f64([[1.0], [-1.0]]) * math.sqrt(0.5) * sign * mask)
 
 
 def test_the_penalty_is_doubled_or_halved_beyond_one_and_a_half_times_its_target():
