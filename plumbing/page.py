@@ -103,6 +103,7 @@ def read_report(path):
         "unseen": report.get("ppo_unseen"),
         "best_judge": report.get("best_judge"),
         "optimum": report.get("optimum", []),
+        "notes": report.get("notes", []),
     }
 
 

@@ -63,12 +63,9 @@ class Schedule:
     falls to 0 in a third as many steps as there have been.
     """
 
-    FIRST_CHECK, GROWTH = (
-        50,
-        1.5,
-    )  # validation after so many steps, then after 1.5 times as many, ...
+    FIRST_CHECK, GROWTH = 50, 1.5  # validation after 50 steps, then after 1.5 times as many, ...
     SHORTEST, LEAST_GAIN = 200, 0.002  # steps before the end; a smaller gain of the loss is none
-    RISE = 0.05  # of the loss, which ends a run on few rows after one pass
+    RISE = 0.1  # share of the loss; such a rise ends a run on few rows, once all have been seen
     STILL_FALLING = 0.15  # a gain in the second half of the steps that promises more
 
     def __init__(self, steps, warmup, automatic, one_pass=math.inf):

@@ -66,8 +66,8 @@ def test_few_rows_are_validated_within_a_quarter_of_a_pass_and_a_rise_after_it_e
 ):
     schedule, _, found = train(range(3, 99), one_pass=one_pass)
     assert list(found) == checks and schedule.stopped == stopped
-    flat = train([1, *[1.04] * 40], one_pass=8.2)[0]  # as before something is understood
-    assert flat.stopped == 259 and train([1, *[1.06] * 40], one_pass=8.2)[0].stopped == 10
+    flat = train([1, *[1.09] * 40], one_pass=8.2)[0]  # as before something is understood
+    assert flat.stopped == 259 and train([1, *[1.11] * 40], one_pass=8.2)[0].stopped == 10
 
 
 def test_a_loss_that_no_longer_falls_ends_the_run_with_a_short_fall(capsys):
