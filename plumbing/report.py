@@ -30,7 +30,6 @@ PROMPTS = 1024, 128  # validation prompts at most, with a judge and without; or 
 OPTIMUM_SHARE, OPTIMUM_SAMPLES = 8, 192
 # The betas of the optima, over the standard deviation of the scores
 RELATIVE_BETAS = 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0, 5.0
-CHUNK = 512  # responses sampled at a time, unless respond() is told otherwise
 
 
 def optimal_objective(scores, kl_coef):
@@ -81,14 +80,14 @@ def best_of_n_kl(n):
     return math.log(n) - (n - 1) / n
 
 
-def respond(policy, ref, score, prompts, n, tokenizer, config, size=0):
+def respond(policy, ref, score, prompts, n, tokenizer, config, size=512):
     """n responses to each of P prompts -> dict of tensors (P, n), and the texts, a list of P * n.
 
     score(tokens, mask) -> (B,), config: as in minippo.rollout; size: responses sampled at a time.
     """
     rows = [prompt for prompt in prompts for _ in range(n)]
     parts, texts = [], []
-    for part in waiting("responses for the report", rows, size or CHUNK):
+    for part in waiting("responses for the report", rows, size):
         sampled = generate(policy, part, config.max_new_tokens, config.temperature)
         tokens, mask, logprobs, _ = sampled
         kl = torch.zeros(len(tokens), device=tokens.device)
@@ -103,10 +102,10 @@ def respond(policy, ref, score, prompts, n, tokenizer, config, size=0):
         texts += texts_of(tokenizer, tokens.cpu(), mask.cpu())[1]
     figures = torch.cat(parts, 1).view(4, len(prompts), n)
     measured = dict(zip(("score", "ended", "kl", "length"), figures))
-    cut_off = 1 - measured["ended"]
-    penalty = config.missing_eos_penalty * cut_off + config.length_penalty * measured["length"]
-    empty = torch.tensor([not text.strip() for text in texts]).view(len(prompts), n)
-    return measured | {"penalty": penalty, "empty": empty}, texts
+    penalty = config.missing_eos_penalty * (1 - measured["ended"])
+    measured["penalty"] = penalty + config.length_penalty * measured["length"]
+    measured["empty"] = torch.tensor([not x.strip() for x in texts]).view(len(prompts), n)
+    return measured, texts
 
 
 def estimate(name, x, weights=None):
@@ -293,8 +292,7 @@ def sample(prompt, sft, ppo, before, after, i):
 
 
 def truth_about(data):
-    """-> crowd, judge and ceilings of the default data. For any other folder, and where validation
-    rows are others than those of the zoo, None, None and {}."""
+    """-> crowd, judge and ceilings if all validation rows are the zoo's; else None, None, {}."""
     path = data / "ceilings.json"
     if not path.exists():
         return None, None, {}
@@ -306,12 +304,12 @@ def truth_about(data):
         raise UserError(f"{path}: is no JSON; delete it, or make the data again with data/zoo.py")
     try:
         rows = {task: load_jsonl(data / f"{task}_val.jsonl", keys) for task, keys in KEYS.items()}
+        known = all(row[0] in PROMPTS for task in rows for row in rows[task])
     except UserError:  # a file is missing
-        return None, None, {}
-    known = all(row[0] in PROMPTS for task in rows for row in rows[task])
-    if not known or any(text not in crowd(prompt) for prompt, text in rows["sft"]):
-        return None, None, {}
-    return crowd, judge, ceilings
+        known = False
+    if known and all(text in crowd(prompt) for prompt, text in rows["sft"]):
+        return crowd, judge, ceilings
+    return None, None, {}
 
 
 def add_truth(report, before, after, models, run, crowd, judge, ceilings):
@@ -346,8 +344,7 @@ def systems(report):
     """SFT model, best of n and the policy -> the names of the columns, and {name of a system: its
     cells}, as text."""
     names = ["judge"] * ("judge" in report["sft"])
-    penalised = max(report[x].get("penalty", 0.0) for x in ("sft", "ppo")) >= 0.005
-    names += ["score", *["penalty"] * penalised, "kl", "eos_rate", "response_length"]
+    names += ["score", "kl", "eos_rate", "response_length"]
     algorithm = report.get("algorithm", "PPO")
     rows = {report.get("reference", "SFT"): report["sft"]}
     rows |= {f"best of {n}": row for n, row in report["best_of_n"].items()}
@@ -368,12 +365,12 @@ def notes(report):
     """What the figures do not say by themselves, in sentences."""
     sft, ppo, ref = report["sft"], report["ppo"], report["reference"]
     yield from doubts(report["rm"])
-    of = f"{report['prompts_of_best_of_n']:,} of the {report['prompts']:,} prompts"
-    yield f"best of n is measured on {of}"
+    few, prompts = report["prompts_of_best_of_n"], report["prompts"]
+    yield f"best of n is measured on {few:,} of the {prompts:,} prompts"
     gain, saved = ppo["score"] - sft["score"], sft["penalty"] - ppo["penalty"]
     if abs(saved) >= 0.005:
-        penalties = "comes from the penalties (for answers that are cut off, or long)"
-        yield f"of the change of {gain:+.2f} in score, {saved:+.2f} {penalties}"
+        grown = f"the penalty for cut-off or long answers, now {ppo['penalty']:.2f}"
+        yield f"of the change of {gain:+.2f} in score, {saved:+.2f} comes from {grown}"
     if sft["empty"] or ppo["empty"]:
         yield f"empty answers: {sft['empty']:.1%} of {ref}, {ppo['empty']:.1%} of {report['algorithm']}"
     if report["beta"] and "optimality" not in ppo:

@@ -69,9 +69,9 @@ class Schedule:
     STILL_FALLING = 0.15  # a gain in the second half of the steps that promises more
 
     def __init__(self, steps, warmup, automatic, one_pass=math.inf):
-        """one_pass: steps that see every row once."""
+        """one_pass: steps that see every row once. Few rows are soon known by heart: the first
+        validation comes within a quarter of a pass."""
         self.steps, self.warmup, self.automatic = steps, warmup, automatic
-        # Few rows are soon known by heart: the first validation comes within a quarter of a pass.
         self.first_check = max(1, int(min(self.FIRST_CHECK, one_pass / 4)))
         self.shortest = min(self.SHORTEST, one_pass)
         self.fall = warmup, 1.0  # step at which the fall begins, and the share from which it falls
@@ -82,7 +82,7 @@ class Schedule:
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, values):
-        most = self.steps  # fewer than before, perhaps: --resume may lower --max_steps
+        most = self.steps  # --resume may lower --max_steps
         for name, value in values.items():
             setattr(self, name, value)
         self.steps = min(self.steps, most)
@@ -114,14 +114,12 @@ class Schedule:
         return loss <= best
 
     def ending(self):
-        """Why there were so many steps, and which model is saved, in a sentence; a warning if more
-        steps would have helped."""
+        """Why there were so many steps, a warning if more would have helped, and what is saved."""
         best = min(sorted(self.checks, reverse=True), key=self.checks.get)
         half = max((done for done in self.checks if done <= self.steps / 2), default=best)
         gained = self.checks[best] < (1 - self.STILL_FALLING) * self.checks[half]
-        why = (
-            f"all {self.steps:,} steps of --{'max_steps' if self.automatic else 'epochs'} are done"
-        )
+        flag = "max_steps" if self.automatic else "epochs"
+        why = f"all {self.steps:,} steps of --{flag} are done"
         if self.stopped:
             why = f"the validation loss no longer fell at step {self.stopped:,}"
         elif self.automatic and gained and best > half:
@@ -170,9 +168,7 @@ class State:
             raise UserError(f"{where}; --resume goes on with it, --overwrite begins again")
 
     def load(self):
-        contents = read_contents(
-            self.path, ("state",), mmap=False
-        )  # the optimizer keeps what it loads
+        contents = read_contents(self.path, ("state",), mmap=False)  # the optimizer keeps it
         old, again = contents.get("settings", {}), "--overwrite begins again"
         if not self.settings.keys() <= old.keys():
             raise UserError(f"{self.path} was saved by another version; {again}")

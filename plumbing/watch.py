@@ -111,13 +111,8 @@ class Watch:
     """What follows an iteration: the log and the state, warnings, the page."""
 
     def __init__(self, state, models, ref, config, stage):
-        self.state, self.models, self.ref, self.config, self.stage = (
-            state,
-            models,
-            ref,
-            config,
-            stage,
-        )
+        self.state, self.models, self.ref = state, models, ref
+        self.config, self.stage = config, stage
         self.recorder = Recorder(
             state.run.out / "ppo_traces.jsonl",
             state.settings,

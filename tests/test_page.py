@@ -240,7 +240,7 @@ def test_in_a_browser_everything_is_there_and_a_token_shows_its_numbers(folder):
         ):
             assert words in text, words
         assert page.locator("#systems td").first.inner_text() == "reference"
-        assert page.locator("#systems th").all_inner_texts()[1:4] == ["judge", "score", "KL, nats"]
+        assert page.locator("#systems th").all_inner_texts()[1:4] == ["judge", "score", "penalty"]
         assert not re.search(
             "PPO|pushed|policy is trained on|higher scores|in score|beta × KL: what", text
         )

@@ -269,7 +269,7 @@ def test_a_judge_grades_answers_to_their_prompts_and_samples_hold_both(tmp_path,
         }
 
 
-@pytest.mark.parametrize("size", [0, 5])
+@pytest.mark.parametrize("size", [512, 5])
 def test_every_response_is_measured_for_its_prompt_in_pieces_too(monkeypatch, size):
     policy, prompts, seen = tiny_gpt(), [[1], [2, 3], [4, 5, 6]], []
     ref, generate = frozen_copy(tiny_gpt()), report.generate
@@ -285,7 +285,7 @@ def test_every_response_is_measured_for_its_prompt_in_pieces_too(monkeypatch, si
     tokenizer = Tokenizer([b" \n", *(bytes([x]) for x in b" \t\n\r\x0b\x0cABC")])
     config = PPOConfig(5, 0.7, length_penalty=0.25, missing_eos_penalty=0.5)
     measured, texts = report.respond(policy, ref, score, prompts, 4, tokenizer, config, size)
-    assert [len(x[0]) for x in seen] == ([5, 5, 2] if size else [12])
+    assert [len(x[0]) for x in seen] == ([5, 5, 2] if size == 5 else [12])
     i = 0
     for tokens, mask, logprobs, _ in seen:
         with torch.no_grad():
@@ -418,7 +418,7 @@ def test_notes_say_what_the_figures_do_not():
     assert noted(penalty=0.504) == noted(beta=0.0, optimality=None) == [best]
     doubts = noted(rm={"val_loss": 0.7, "val_accuracy": 0.7, "val_accuracy_se": 0.145})
     assert "70.0 % ± 14.5" in doubts[1] and doubts[2:] == [best]
-    assert "change of +1.62 in score, +0.30 comes from the penalties" in noted(penalty=0.2)[1]
+    assert "change of +1.62 in score, +0.30 comes from the penalty" in noted(penalty=0.2)[1]
     assert "change of +1.62 in score, -0.25 comes" in noted(penalty=0.75)[1]
     assert noted(empty=0.125)[1] == "empty answers: 0.0% of reference, 12.5% of RLOO"
     assert "no optimality" in noted(optimality=None)[1]
@@ -490,13 +490,9 @@ def test_the_report_is_printed(capsys):
 
 
 def test_what_a_report_has_not_is_not_printed(capsys):
-    bare = {"score": 0.5, "kl": 0.0, "val_loss": 2.0, "penalty": 0.004}
+    bare = {"score": 0.5, "kl": 0.0, "val_loss": 2.0}
     small = {"sft": bare, "ppo": bare | {"eos_rate": 0.5}, "rm": {}, "best_of_n": {}, "beta": 0.0}
-    small |= {"samples": [], "seconds": {}}
-    for x in ("sft", "ppo"):
-        names, cells = report.systems(small | {x: small[x] | {"penalty": 0.25}})
-        assert names[1] == "penalty" and cells[x.upper()][1] == "0.25"
-    report.print_report(small)
+    report.print_report(small | {"samples": [], "seconds": {}})
     table, limits = capsys.readouterr().out.split("\n\n")[:2]
     assert [line.split() for line in table.splitlines()[1:]] == [
         ["score", "kl", "eos_rate", "response_length"],

@@ -332,7 +332,7 @@ SCRIPT_MUTANTS = [
     ),
     Mutant(
         "a judge who does not know the questions",
-        [("if not known or any(", "if any(")],
+        [("if known and all(", "if all(")],
         "files of one's own in a folder of the default data",
         "the training is done, and its report ends in a traceback",
         REPORT + "the_truth_is_known_of_the_default_data_alone",
