@@ -24,6 +24,7 @@ from plumbing.training import (
     FitConfig,
     adamw,
     batch_of,
+    doubts,
     loss_in_pieces,
     pair_scores,
     set_lr,
@@ -52,7 +53,8 @@ def main():
     prompts = read_prompts(run.data, "train", tokenizer, sft.config.context)
     model = RewardModel(sft).to(run.device).train()
     optimizer = adamw(model, config.lr, config.weight_decay)
-    schedule = Schedule(config.steps(len(pairs)), config.warmup, automatic=not config.epochs)
+    one_pass = len(pairs) / config.batch_size
+    schedule = Schedule(config.steps(len(pairs)), config.warmup, not config.epochs, one_pass)
     print(f"training a reward model on {run.device}: {len(pairs):,} pairs")
 
     settings = settings_of(
@@ -88,9 +90,7 @@ def main():
     accuracy, error = facts["val_accuracy"], facts["val_accuracy_se"]
     spread = f" ± {100 * error:.1f}" * (len(val_pairs) > 1)
     right = f"{100 * accuracy:.1f} %{spread} of the validation pairs right"
-    print(f"saved {run.out / 'rm.pt'}: it gets {right}")
-    if accuracy < 0.5 + 2 * error:
-        print("warning: that is no better than chance. PPO with this reward model follows noise")
+    print(f"saved {run.out / 'rm.pt'}: it gets {right}", *doubts(facts), sep="\n")
 
 
 @torch.no_grad()

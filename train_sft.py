@@ -54,7 +54,8 @@ def main():
     warn_of_long_answers(rows)
     val_rows = read_ids(run.data, "sft", "val", tokenizer, model.config.context)
     optimizer = adamw(model, config.lr, config.weight_decay)
-    schedule = Schedule(config.steps(len(rows)), config.warmup, automatic=not config.epochs)
+    one_pass = len(rows) / config.batch_size
+    schedule = Schedule(config.steps(len(rows)), config.warmup, not config.epochs, one_pass)
     size = sum(p.numel() for p in model.parameters()) / 1e6
     print(f"training a GPT of {size:.2f} M parameters on {run.device}: {len(rows):,} rows")
 

@@ -21,15 +21,8 @@ from plumbing.settings import read_flags
 POINTS = 400  # of a curve at most; where a log has more lines, a point is the mean of several
 PATH = 40  # points of score against KL
 DIGITS = 5  # of each number
-REPORT = (
-    "beta",
-    "seconds",
-    "sft",
-    "ppo",
-    "rm",
-    "best_of_n",
-    "samples",
-)  # what report.json must have
+# What report.json must have
+REPORT = "beta", "seconds", "sft", "ppo", "rm", "best_of_n", "samples"
 
 
 @dataclass
@@ -103,6 +96,7 @@ def read_report(path):
         "unseen": report.get("ppo_unseen"),
         "best_judge": report.get("best_judge"),
         "optimum": report.get("optimum", []),
+        "notes": report.get("notes", []),
     }
 
 

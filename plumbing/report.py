@@ -16,20 +16,20 @@ from pathlib import Path
 
 import torch
 
+from data.convert import KEYS
 from minippo import evaluate_actions, score_responses
 from plumbing.errors import UserError
 from plumbing.fast import generate
 from plumbing.files import read_log, write_file
 from plumbing.rows import encode_rows, load_jsonl, order_by_length, pad_completions, waiting
 from plumbing.tokenizer import printable, texts_of
-from plumbing.training import pair_scores
+from plumbing.training import doubts, pair_scores
 
 PROMPTS = 1024, 128  # validation prompts at most, with a judge and without; or --report_prompts
 # For best of n and the optimum: one in so many of these prompts, with so many SFT responses to each
 OPTIMUM_SHARE, OPTIMUM_SAMPLES = 8, 192
 # The betas of the optima, over the standard deviation of the scores
 RELATIVE_BETAS = 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0, 5.0
-CHUNK = 512  # responses sampled at a time, unless --rollout_batch says otherwise
 
 
 def optimal_objective(scores, kl_coef):
@@ -80,14 +80,14 @@ def best_of_n_kl(n):
     return math.log(n) - (n - 1) / n
 
 
-def respond(policy, ref, score, prompts, n, tokenizer, config, size=0):
+def respond(policy, ref, score, prompts, n, tokenizer, config, size=512):
     """n responses to each of P prompts -> dict of tensors (P, n), and the texts, a list of P * n.
 
     score(tokens, mask) -> (B,), config: as in minippo.rollout; size: responses sampled at a time.
     """
     rows = [prompt for prompt in prompts for _ in range(n)]
     parts, texts = [], []
-    for part in waiting("responses for the report", rows, size or CHUNK):
+    for part in waiting("responses for the report", rows, size):
         sampled = generate(policy, part, config.max_new_tokens, config.temperature)
         tokens, mask, logprobs, _ = sampled
         kl = torch.zeros(len(tokens), device=tokens.device)
@@ -101,7 +101,11 @@ def respond(policy, ref, score, prompts, n, tokenizer, config, size=0):
         parts.append(torch.stack([scores, ended, kl, mask.sum(1)]).float().cpu())
         texts += texts_of(tokenizer, tokens.cpu(), mask.cpu())[1]
     figures = torch.cat(parts, 1).view(4, len(prompts), n)
-    return dict(zip(("score", "ended", "kl", "length"), figures)), texts
+    measured = dict(zip(("score", "ended", "kl", "length"), figures))
+    penalty = config.missing_eos_penalty * (1 - measured["ended"])
+    measured["penalty"] = penalty + config.length_penalty * measured["length"]
+    measured["empty"] = torch.tensor([not x.strip() for x in texts]).view(len(prompts), n)
+    return measured, texts
 
 
 def estimate(name, x, weights=None):
@@ -204,7 +208,7 @@ def make_report(models, trained_on, prompts, run, config, stage, name="PPO"):
     prompts that it has seen, lists of ids, as `prompts`; name: of the algorithm."""
     start, beta, sft = time.perf_counter(), config.kl_coef, models.reference
     crowd, judge, ceilings = truth_about(run.data)
-    seen = set(map(tuple, trained_on))
+    seen, size = set(map(tuple, trained_on)), stage.rollout_batch or stage.batch_size
     torch.manual_seed(run.seed)
     count = stage.report_prompts or PROMPTS[judge is None]
     prompts = [prompts[i] for i in torch.randperm(len(prompts))[:count]]
@@ -212,7 +216,7 @@ def make_report(models, trained_on, prompts, run, config, stage, name="PPO"):
 
     def ask(model, prompts, n):
         measured, texts = respond(
-            model, sft, models.score, prompts, n, models.tokenizer, config, stage.rollout_batch
+            model, sft, models.score, prompts, n, models.tokenizer, config, size
         )
         if judge:
             asked = [models.tokenizer.decode(prompt) for prompt in prompts for _ in range(n)]
@@ -226,6 +230,9 @@ def make_report(models, trained_on, prompts, run, config, stage, name="PPO"):
     samples, _ = ask(models.policy, few, 16)
     report = {
         "algorithm": name,
+        "reference": "reference" if stage.reference else "SFT",
+        "prompts": len(prompts),
+        "prompts_of_best_of_n": len(few),
         "beta": beta,
         "seed": run.seed,
         "rm": models.facts.get("rm", {}),
@@ -243,13 +250,14 @@ def make_report(models, trained_on, prompts, run, config, stage, name="PPO"):
     for kind, rows, few_rows in kinds if 1 < int(new.sum()) < len(new) - 1 else ():
         report[kind] = {"prompts": int(rows.sum())}
         report[kind] |= means({name: x[rows] for name, x in after.items()})
-        if beta:
+        if "optimality" in report["ppo"]:
             report[kind] |= optimality(*(x[few_rows] for x in J))
     for n in (4, 16, 64):
         names = [name for name in ("judge", "score") if name in sft_samples]
         figures = {x: best_of_n(sft_samples["score"], sft_samples[x], n) for x in names}
         report["best_of_n"][str(n)] = means(figures, weights) | {"kl": best_of_n_kl(n)}
     report["optimum"] = optima(sft_samples, beta, weights)
+    report["notes"] = list(notes(report))
     if judge:
         add_truth(report, before, after, models, run, crowd, judge, ceilings)
     texts = zip(map(models.tokenizer.decode, prompts[:6]), before_texts[::4], after_texts[::4])
@@ -270,16 +278,24 @@ def sample(prompt, sft, ppo, before, after, i):
 
 
 def truth_about(data):
-    """-> crowd, judge and ceilings of the default data; for any other folder None, None and {}."""
+    """-> crowd, judge and ceilings if all validation rows are the zoo's; else None, None, {}."""
     path = data / "ceilings.json"
     if not path.exists():
         return None, None, {}
-    from data.zoo import crowd, judge
+    from data.zoo import PROMPTS, crowd, judge
 
     try:
-        return crowd, judge, json.loads(path.read_text())
+        ceilings = json.loads(path.read_text())
     except ValueError:
         raise UserError(f"{path}: is no JSON; delete it, or make the data again with data/zoo.py")
+    try:
+        rows = {task: load_jsonl(data / f"{task}_val.jsonl", keys) for task, keys in KEYS.items()}
+        known = all(row[0] in PROMPTS for task in rows for row in rows[task])
+    except UserError:  # a file is missing
+        known = False
+    if known and all(text in crowd(prompt) for prompt, text in rows["sft"]):
+        return crowd, judge, ceilings
+    return None, None, {}
 
 
 def add_truth(report, before, after, models, run, crowd, judge, ceilings):
@@ -288,7 +304,8 @@ def add_truth(report, before, after, models, run, crowd, judge, ceilings):
     report["ppo"] |= estimate("win_rate_vs_sft", wins(after["judge"], before["judge"]))
     report["best_judge"] = ceilings["best_judge"]
     report["sft"]["entropy_floor"] = ceilings["val_nats"] / report["sft"]["val_tokens"]
-    report["sft"] |= above_entropy(models.reference, models.tokenizer, run, crowd)
+    if report["reference"] == "SFT":
+        report["sft"] |= above_entropy(models.reference, models.tokenizer, run, crowd)
     if models.reward_model:
         report["rm"]["label_ceiling"] = ceilings["label_accuracy"]
         report["rm"]["label_loss_floor"] = ceilings["label_loss"]
@@ -315,7 +332,7 @@ def systems(report):
     names = ["judge"] * ("judge" in report["sft"])
     names += ["score", "kl", "eos_rate", "response_length"]
     algorithm = report.get("algorithm", "PPO")
-    rows = {"SFT": report["sft"]}
+    rows = {report.get("reference", "SFT"): report["sft"]}
     rows |= {f"best of {n}": row for n, row in report["best_of_n"].items()}
     rows[algorithm] = report["ppo"]
     if "ppo_unseen" in report:
@@ -330,25 +347,43 @@ def systems(report):
     return names, cells
 
 
+def notes(report):
+    """What the figures do not say by themselves, in sentences."""
+    sft, ppo, ref = report["sft"], report["ppo"], report["reference"]
+    yield from doubts(report["rm"])
+    few, prompts = report["prompts_of_best_of_n"], report["prompts"]
+    yield f"best of n is measured on {few:,} of the {prompts:,} prompts"
+    gain, saved = ppo["score"] - sft["score"], sft["penalty"] - ppo["penalty"]
+    if abs(saved) >= 0.005:
+        grown = f"the penalty for cut-off or long answers, now {ppo['penalty']:.2f}"
+        yield f"of the change of {gain:+.2f} in score, {saved:+.2f} comes from {grown}"
+    if sft["empty"] or ppo["empty"]:
+        yield f"empty answers: {sft['empty']:.1%} of {ref}, {ppo['empty']:.1%} of {report['algorithm']}"
+    if report["beta"] and "optimality" not in ppo:
+        yield f"there is no optimality: all answers of {ref} to a prompt have the same score"
+
+
 def print_report(report):
-    algorithm = report.get("algorithm", "PPO")
+    algorithm, ref = report.get("algorithm", "PPO"), report.get("reference", "SFT")
     names, rows = systems(report)
     width = max(13, *(len(label) + 1 for label in rows))
     print("\n" + " " * width + "".join(name.rjust(17) for name in names))
     for label, cells in rows.items():
         print(label.ljust(width) + "".join(cell.rjust(17) for cell in cells))
-    print_limits(report, algorithm)
+    for note in report.get("notes", ()):
+        print(note)
+    print_limits(report, algorithm, ref)
     print("\nSamples, before and after:")
-    width = max(3, len(algorithm))
+    width = max(len(ref), len(algorithm))
     for row in report["samples"]:
-        print(f"  {printable(row['prompt'])}\n    {'SFT':<{width}} {printable(row['sft'])}")
+        print(f"  {printable(row['prompt'])}\n    {ref:<{width}} {printable(row['sft'])}")
         figures = f"(score {row['score']:.2f}, KL {row['kl']:.2f})"
-        print(f"    {algorithm} {printable(row['ppo'])}   {figures}")
+        print(f"    {algorithm:<{width}} {printable(row['ppo'])}   {figures}")
     seconds = [f"{name} {seconds:.0f}" for name, seconds in report["seconds"].items()]
     print("seconds: " + ", ".join(seconds))
 
 
-def print_limits(report, algorithm):
+def print_limits(report, algorithm, ref):
     """How far each stage ends from the best that is possible."""
     sft, rm, ppo = report["sft"], report["rm"], report["ppo"]
     print(f"\nSFT validation loss {number(sft, 'val_loss', 4)} nats/token")
@@ -362,9 +397,9 @@ def print_limits(report, algorithm):
         print(f"    {number(rm, 'below_ceiling', 4)} below {ceiling}")
     if "win_rate_vs_sft" in ppo:
         rate = number(ppo, "win_rate_vs_sft", 3)
-        print(f"{algorithm} wins against SFT {rate} (by the judge, ties half)")
+        print(f"{algorithm} wins against {ref} {rate} (by the judge, ties half)")
     if "optimality" in ppo:
-        share = f"how much of the way {algorithm} has come from SFT"
+        share = f"how much of the way {algorithm} has come from {ref}"
         print(f"optimality {number(ppo, 'optimality', 3)}: {share}")
         print(f"    to the largest score - {report['beta']:g} KL that any policy can have")
     if "ppo_unseen" in report:

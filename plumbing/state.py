@@ -65,10 +65,15 @@ class Schedule:
 
     FIRST_CHECK, GROWTH = 50, 1.5  # validation after 50 steps, then after 1.5 times as many, ...
     SHORTEST, LEAST_GAIN = 200, 0.002  # steps before the end; a smaller gain of the loss is none
+    RISE = 0.1  # share of the loss; such a rise ends a run on few rows, once all have been seen
     STILL_FALLING = 0.15  # a gain in the second half of the steps that promises more
 
-    def __init__(self, steps, warmup, automatic):
+    def __init__(self, steps, warmup, automatic, one_pass=math.inf):
+        """one_pass: steps that see every row once. Few rows are soon known by heart: the first
+        validation comes within a quarter of a pass."""
         self.steps, self.warmup, self.automatic = steps, warmup, automatic
+        self.first_check = max(1, int(min(self.FIRST_CHECK, one_pass / 4)))
+        self.shortest = min(self.SHORTEST, one_pass)
         self.fall = warmup, 1.0  # step at which the fall begins, and the share from which it falls
         self.checks, self.stopped = {}, None  # {steps done: validation loss}; where the fall began
 
@@ -77,8 +82,10 @@ class Schedule:
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, values):
+        most = self.steps  # --resume may lower --max_steps
         for name, value in values.items():
             setattr(self, name, value)
+        self.steps = min(self.steps, most)
 
     def share(self, step):
         """The share of the peak learning rate in step 0, 1, 2, ..."""
@@ -88,7 +95,7 @@ class Schedule:
 
     def check_due(self, step):
         """Is the validation loss to be computed after this step? After the last one it is."""
-        checks = {round(self.FIRST_CHECK * self.GROWTH**k) for k in range(40)}
+        checks = {round(self.first_check * self.GROWTH**k) for k in range(40)}
         return step + 1 == self.steps or step + 1 in checks
 
     def is_best(self, step, loss):
@@ -97,8 +104,9 @@ class Schedule:
             raise FloatingPointError(f"step {step + 1}: the validation loss is {loss}")
         done, best = step + 1, min(self.checks.values(), default=math.inf)
         self.checks[done] = loss
-        ripe = self.automatic and self.stopped is None and self.SHORTEST <= done < self.steps
-        if ripe and loss > (1 - self.LEAST_GAIN) * best:
+        ripe = self.automatic and self.stopped is None and self.shortest <= done < self.steps
+        least_gain = self.LEAST_GAIN if done >= self.SHORTEST else -self.RISE
+        if ripe and loss > (1 - least_gain) * best:
             self.fall, self.stopped = (done, self.share(done)), done
             self.steps = min(self.steps, done + done // 3)
             falls = f"the learning rate does, to 0 at step {self.steps}"
@@ -106,16 +114,18 @@ class Schedule:
         return loss <= best
 
     def ending(self):
-        """Why there were so many steps, in a sentence; a warning if more would have helped."""
-        if not self.automatic:
-            return f"all {self.steps:,} steps of --epochs are done"
+        """Why there were so many steps, a warning if more would have helped, and what is saved."""
+        best = min(sorted(self.checks, reverse=True), key=self.checks.get)
+        half = max((done for done in self.checks if done <= self.steps / 2), default=best)
+        gained = self.checks[best] < (1 - self.STILL_FALLING) * self.checks[half]
+        flag = "max_steps" if self.automatic else "epochs"
+        why = f"all {self.steps:,} steps of --{flag} are done"
         if self.stopped:
-            return f"the validation loss stopped falling at step {self.stopped:,}"
-        half = [x for done, x in sorted(self.checks.items()) if done <= self.steps / 2][-1:]
-        if not half or min(self.checks.values()) < (1 - self.STILL_FALLING) * half[0]:
+            why = f"the validation loss no longer fell at step {self.stopped:,}"
+        elif self.automatic and gained and best > half:
             falling = "warning: the validation loss was still falling when"
-            return f"{falling} --max_steps {self.steps} ended the training"
-        return f"all {self.steps:,} steps of --max_steps are done"
+            why = f"{falling} --max_steps {self.steps} ended the training"
+        return f"{why}; saved is that of step {best:,}, with the lowest loss"
 
 
 class State:
@@ -156,15 +166,17 @@ class State:
             print(f"--resume: {self.path} is not there, so this run starts at the beginning")
 
     def load(self):
-        contents = read_contents(
-            self.path, ("state",), mmap=False
-        )  # the optimizer keeps what it loads
+        contents = read_contents(self.path, ("state",), mmap=False)  # the optimizer keeps it
         old, again = contents.get("settings", {}), "--overwrite begins again"
         if not self.settings.keys() <= old.keys():
             raise UserError(f"{self.path} was saved by another version; {again}")
         if old["data"] != self.settings["data"]:
             change = "data or vocabulary have changed since it was saved"
             raise UserError(f"{self.path}: {change}; {again}")
+        done = contents.get("step", 0)
+        for name, least in (("steps", done), ("max_steps", done + 1)):  # it may end earlier
+            if least <= self.settings.get(name, -1) < old.get(name, 0):
+                old[name] = self.settings[name]
         differ = [f"{name} = {old[name]}" for name, x in self.settings.items() if old[name] != x]
         if differ:
             saved = f"{self.path} was saved with {', '.join(differ)}"
@@ -201,7 +213,7 @@ class State:
         """Yield the steps, counted from 0, that are still to be made. schedule: has `steps`."""
         self.schedule = schedule
         self.began = time.perf_counter() - self.seconds
-        self.shown, self.saved, self.saving = self.began, time.perf_counter(), 0.0
+        self.shown, self.saved, self.saving = self.began, -math.inf, 0.0  # the first step is saved
         handlers = {s: signal.signal(s, self.interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
             while self.step < schedule.steps:
@@ -213,7 +225,8 @@ class State:
                 signal.signal(number, handler)
 
     def interrupt(self, number, frame):
-        """At the first Ctrl-C or SIGTERM the loop ends its step and saves; a second one kills."""
+        """At the first Ctrl-C or SIGTERM the loop ends its step and saves; a second one within that
+        step kills, and --resume goes on from the last save."""
         self.interrupted = True
         signal.signal(number, signal.SIG_DFL)
         with contextlib.suppress(OSError):  # in a pipe, Ctrl-C has ended its reader too

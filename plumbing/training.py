@@ -101,6 +101,16 @@ def pair_scores(model, rows, device):
     return model(*pad(answers, device)).view(-1, 2).unbind(1)
 
 
+def doubts(facts):
+    """What its validation says against a reward model, in sentences."""
+    accuracy, error = facts.get("val_accuracy", 1.0), facts.get("val_accuracy_se", 0.0)
+    if facts.get("val_loss", 0.0) >= math.log(2):
+        yield "warning: at no step was the reward model better than guessing (loss 0.693)"
+    if accuracy < 0.5 + 2 * error:
+        right = f"{100 * accuracy:.1f} % ± {100 * error:.1f} of the validation pairs right"
+        yield f"warning: {right} cannot be told from chance; the reward may be noise"
+
+
 # Optimizer and learning rate
 
 

@@ -12,6 +12,7 @@ from plumbing.page import write_page
 from plumbing.recorder import Recorder
 from plumbing.report import truth_about
 from plumbing.tokenizer import texts_of
+from plumbing.training import doubts
 
 # A response went astray if its KL exceeds 20 nats plus 10 times that of the median response.
 ASTRAY_NATS, ASTRAY_MEDIANS = 20.0, 10.0
@@ -42,8 +43,8 @@ def warn_about(prompts, models, config):
         lengths = f"answers of up to {rm['max_new_tokens']} tokens, and PPO writes up to {longest}"
         scale = "scores have mean 0 and standard deviation 1 on"
         print(f"warning: {scale} {lengths}; run train_rm.py with --max_new_tokens {longest}")
-    if rm.get("val_accuracy", 1) < 0.5 + 2 * rm.get("val_accuracy_se", 0):
-        print("warning: the reward model is no better than chance: PPO will learn from noise")
+    for doubt in doubts(rm):
+        print(doubt)
 
 
 @torch.no_grad()
@@ -110,13 +111,8 @@ class Watch:
     """What follows an iteration: the log and the state, warnings, the page."""
 
     def __init__(self, state, models, ref, config, stage):
-        self.state, self.models, self.ref, self.config, self.stage = (
-            state,
-            models,
-            ref,
-            config,
-            stage,
-        )
+        self.state, self.models, self.ref = state, models, ref
+        self.config, self.stage = config, stage
         self.recorder = Recorder(
             state.run.out / "ppo_traces.jsonl",
             state.settings,

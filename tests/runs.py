@@ -9,7 +9,7 @@ BEE = ([" A", " bee", " eats", " nectar", ".", "<eos>"], 2.0, "What does a bee e
 RUDE = ([" Leave", " me", " alone"], -1.5, 'Who? </script><img src=x onerror="1"> \x07\u202e\ud800')
 SETTINGS = {"steps": 60, "batch_size": 8, "kl_coef": 0.1, "clip_eps": EPS, "gamma": 1.0, "lam": 1.0}
 SETTINGS |= {"lr": 6e-4, "seed": 0, "reward": "", "max_new_tokens": 48, "missing_eos_penalty": 1.0}
-SETTINGS |= {"kl_horizon": None, "ref_update_every": 0, "algorithm": "PPO"}
+SETTINGS |= {"kl_horizon": None, "ref_update_every": 0, "algorithm": "PPO", "reference": ""}
 
 
 def response(tokens, score, prompt, step):
@@ -58,11 +58,12 @@ def measured(**figures):
 
 REPORT = {
     "beta": 0.1,
+    "notes": ["something of note <b>"],
     "best_judge": 3.0,
     "seconds": {"sft": 78.0, "rm": 132.0, "ppo": 30.0},
-    "sft": measured(judge=-0.33, score=-0.01, kl=0.0, eos_rate=1.0, above_entropy=0.02)
+    "sft": measured(judge=-0.33, score=-0.01, penalty=0.25, kl=0, eos_rate=1, above_entropy=0.02)
     | {"entropy_floor": 0.4862},
-    "ppo": measured(judge=2.63, score=1.47, kl=2.73, eos_rate=0.987, optimality=0.86),
+    "ppo": measured(judge=2.63, score=1.47, penalty=0.0, kl=2.73, eos_rate=0.987, optimality=0.86),
     "ppo_unseen": {"prompts": 50} | measured(score=1.41, kl=2.57, optimality=0.834),
     "rm": measured(below_ceiling=0.0088) | {"label_ceiling": 0.8265, "label_loss_floor": 0.3653},
     "best_of_n": {"4": measured(judge=1.67, score=0.93) | {"kl": 0.636}},
@@ -80,6 +81,7 @@ def write_run(folder):
     folder.mkdir(parents=True, exist_ok=True)
     fit = [{"step": i, "loss": 5 / i, "accuracy": 0.5 + 0.005 * i} for i in range(1, 61)]
     fit[49] |= {"val_loss": 0.25, "val_accuracy": 0.7}
+    fit[2] |= {"val_loss": 9.0}  # before what the page shows of SFT
     write_jsonl(folder / "sft.jsonl", fit)
     write_jsonl(folder / "rm.jsonl", fit)
     write_jsonl(folder / "ppo.jsonl", [metric(step) for step in range(1, 61)])

@@ -43,7 +43,7 @@ def test_the_page_holds_what_log_traces_and_report_say(folder):
         name: {"x": [*range(1, 61)], "y": [short(row[name]) for row in rows]} for name in names
     }
     for stage in ("sft", "rm"):
-        assert data["curves"][stage]["val_loss"] == {"x": [50], "y": [0.25]}
+        assert data["curves"][stage]["val_loss"] == {"x": [3, 50], "y": [9, 0.25]}
     assert data["judge"] == {"x": [1, 10, 50], "y": [0.04, 0.4, 2]} and data["steps"] == 60
     assert data["path"]["kl"][:2] == [0.075, 0.175] and len(data["path"]["kl"]) == 30
     assert data["path"]["score"][-1] == short(0.03 * 59.5)
@@ -153,6 +153,11 @@ def test_in_a_browser_everything_is_there_and_a_token_shows_its_numbers(folder):
             assert troubles == bad == [] and "" not in page.locator("[data-fill]").all_inner_texts()
             assert page.evaluate("document.documentElement.scrollWidth") == 390
             assert page.locator("h2").all_inner_texts() == [*sections]
+            marks = page.locator(".plot circle, .plot polyline")  # inside their pictures
+            for place, plot in marks.evaluate_all(
+                "all => all.map(x => [x, x.ownerSVGElement].map(y => y.getBoundingClientRect()))"
+            ):
+                assert plot["top"] <= place["top"] and place["bottom"] <= plot["bottom"]
             return text, page.locator("h4").all_inner_texts()
 
         def numbers():
@@ -173,8 +178,13 @@ def test_in_a_browser_everything_is_there_and_a_token_shows_its_numbers(folder):
                 "0.834 ± 0.010",
             ),
             *("0.0088 ± 0.0100", "at 48 tokens loses 1", "pushed up", "A bee.", "% of responses"),
+            *("something of note <b>", "penalty", "what the policy is trained on"),
+            *("A frozen copy of the SFT model is the reference", "8 responses in each"),
         ):
             assert words in text, words
+        assert "Each token costs" not in text
+        ticks = page.locator("#stages .plot").first.locator("text").all_text_contents()
+        assert max(float(x) for x in ticks if re.fullmatch(r"[\d.]+", x) and "." in x) < 1
         page.locator("#stop").fill("2")
         assert page.inner_text("#when") == "iteration 50 of 60"
         for row, i, clip in (
@@ -218,7 +228,27 @@ def test_in_a_browser_everything_is_there_and_a_token_shows_its_numbers(folder):
         assert "What RLOO did" in text and "2 of 60 iterations" in text and "Length" in charts
         assert not re.search("PPO|Value loss|was expected", text)
         assert numbers().keys() == {*NUMBERS, "clip"} - {"reward", "value", "return"}
-        for name in ("ppo_traces.jsonl", "sft.jsonl", "rm.jsonl"):
+        own = {"algorithm": "DPO", "reference": "last.pt", "length_penalty": 0.5}
+        write_jsonl(folder / "ppo_traces.jsonl", [trace(1, settings=SETTINGS | own, sampled=[])])
+        sft = REPORT["sft"] | {"penalty": 0.004}
+        report = REPORT | {"sft": sft, "seconds": {"ppo": metric(2)["seconds"]}, "notes": []}
+        (folder / "report.json").write_text(json.dumps(report))
+        text, _ = visit(parts[0], parts[1], parts[3])  # measured at its end, after 2 of 60
+        for words in (
+            *("What DPO did", "2 of 60 iterations · 8 pairs in each", "reference model’s score"),
+            *("A frozen copy of last.pt", "Each token costs 0.5", "only watched"),
+        ):
+            assert words in text, words
+        assert page.locator("#systems td").first.inner_text() == "reference"
+        assert page.locator("#systems th").all_inner_texts()[1:4] == ["judge", "score", "penalty"]
+        assert not re.search(
+            "PPO|pushed|policy is trained on|higher scores|in score|beta × KL: what", text
+        )
+        settings = SETTINGS | {"algorithm": "best of n"}
+        write_jsonl(folder / "ppo_traces.jsonl", [trace(1, settings=settings, sampled=[])])
+        text, _ = visit(parts[0], parts[1], parts[3])
+        assert "higher scores" in text and not re.search("PPO|pushed|policy is trained on", text)
+        for name in ("ppo_traces.jsonl", "sft.jsonl", "rm.jsonl", "report.json"):
             (folder / name).unlink()
         visit(parts[1], parts[3])
         assert requests == {(folder / "report.html").as_uri()}

@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import train_ppo
+from cli import write_data, write_rows
 from data import zoo
 from minippo import PPOConfig, evaluate_actions, frozen_copy, row_lengths
 from plumbing import fast, report
@@ -165,7 +167,9 @@ def test_a_tie_is_half_a_win():
 TOKENIZER = Tokenizer([bytes([65 + i]) for i in range(EOS)])
 
 
-def made(out, prompts=12, seen=8, judge=None, beta=0.5, reward_model=True, size=5, name="PPO"):
+def made(
+    out, prompts=12, seen=8, judge=None, beta=0.5, reward_model=True, name="PPO", **stage_flags
+):
     """-> make_report() on tiny models, and what respond() was asked for."""
     asked, respond = [], report.respond
 
@@ -186,7 +190,7 @@ def made(out, prompts=12, seen=8, judge=None, beta=0.5, reward_model=True, size=
     models = Models(policy, sft, scorer, score, TOKENIZER, facts)
     rows = [[i % 8, i // 8] for i in range(prompts)]
     config = PPOConfig(max_new_tokens=4, kl_coef=beta, missing_eos_penalty=0.25)
-    stage = SimpleNamespace(report_prompts=prompts, rollout_batch=size, models="")
+    stage = train_ppo.StageConfig(report_prompts=prompts, batch_size=7, **stage_flags)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "respond", watched)
         patch.setattr(report, "OPTIMUM_SAMPLES", 64)
@@ -198,8 +202,11 @@ def made(out, prompts=12, seen=8, judge=None, beta=0.5, reward_model=True, size=
 def test_the_report_holds_every_figure_with_its_error_and_is_written(tmp_path):
     got, asked = made(tmp_path, 24, 16)
     assert got == json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
-    assert asked == [(True, 24, 4, 5), (True, 3, 64, 5), (False, 24, 4, 5), (False, 3, 16, 5)]
-    figures = {"score", "kl", "eos_rate", "response_length"}
+    assert asked == [(True, 24, 4, 7), (True, 3, 64, 7), (False, 24, 4, 7), (False, 3, 16, 7)]
+    assert {x[-1] for x in made(tmp_path, rollout_batch=5)[1]} == {5}
+    assert (got["prompts"], got["prompts_of_best_of_n"], got["reference"]) == (24, 3, "SFT")
+    assert got["notes"] == list(report.notes(got)) and "3 of the 24" in got["notes"][0]
+    figures = {"score", "kl", "eos_rate", "response_length", "penalty", "empty"}
     assert (got["algorithm"], got["beta"], got["seed"]) == ("PPO", 0.5, 3)
     assert got["rm"] == {"val_accuracy": 0.7} and got["sft"]["val_loss"] == 2.0
     assert got["sft"].keys() >= figures and got["sft"]["kl"] == 0
@@ -221,8 +228,8 @@ def test_without_beta_there_is_no_optimality_and_one_kind_of_prompts_is_not_told
     assert "optimality" not in got["ppo"] | got["ppo_seen"] and len(got["optimum"]) == 10
     for seen in (1, 11):
         assert "ppo_seen" not in made(tmp_path, seen=seen)[0]
-    got, _ = made(tmp_path, 2, 1, reward_model=False, name="RLOO")
-    assert got["rm"] == {} and got["algorithm"] == "RLOO"
+    got, _ = made(tmp_path, 2, 1, reward_model=False, name="RLOO", reference="last.pt")
+    assert got["rm"] == {} and (got["algorithm"], got["reference"]) == ("RLOO", "reference")
 
 
 def test_a_judge_grades_answers_to_their_prompts_and_samples_hold_both(tmp_path, monkeypatch):
@@ -249,7 +256,7 @@ def test_a_judge_grades_answers_to_their_prompts_and_samples_hold_both(tmp_path,
         }
 
 
-@pytest.mark.parametrize("size", [0, 5])
+@pytest.mark.parametrize("size", [512, 5])
 def test_every_response_is_measured_for_its_prompt_in_pieces_too(monkeypatch, size):
     policy, prompts, seen = tiny_gpt(), [[1], [2, 3], [4, 5, 6]], []
     ref, generate = frozen_copy(tiny_gpt()), report.generate
@@ -262,9 +269,10 @@ def test_every_response_is_measured_for_its_prompt_in_pieces_too(monkeypatch, si
         return 100.0 * tokens[:, 0] + mask.sum(1)
 
     monkeypatch.setattr(report, "generate", watched)
-    config = PPOConfig(max_new_tokens=5, temperature=0.7, missing_eos_penalty=0.5)
-    measured, texts = report.respond(policy, ref, score, prompts, 4, TOKENIZER, config, size)
-    assert [len(x[0]) for x in seen] == ([5, 5, 2] if size else [12])
+    tokenizer = Tokenizer([b" \n", *(bytes([x]) for x in b" \t\n\r\x0b\x0cABC")])
+    config = PPOConfig(5, 0.7, length_penalty=0.25, missing_eos_penalty=0.5)
+    measured, texts = report.respond(policy, ref, score, prompts, 4, tokenizer, config, size)
+    assert [len(x[0]) for x in seen] == ([5, 5, 2] if size == 5 else [12])
     i = 0
     for tokens, mask, logprobs, _ in seen:
         with torch.no_grad():
@@ -274,14 +282,15 @@ def test_every_response_is_measured_for_its_prompt_in_pieces_too(monkeypatch, si
             ended = tokens[j, length - 1].item() == EOS
             row = {name: x.flatten()[i].item() for name, x in measured.items()}
             kl = (logprobs[j] - there[j])[mask[j]].sum().item()
-            expected = {
-                "length": n,
-                "ended": float(ended),
-                "score": 100 * prompt[0] + n - 0.5 * (not ended),
-            }
-            assert row == pytest.approx(expected | {"kl": kl}, abs=1e-4)
-            assert texts[i] == TOKENIZER.decode(tokens[j, len(prompt) : length].tolist())
+            penalty = 0.25 * n + 0.5 * (not ended)
+            ids = tokens[j, len(prompt) : length].tolist()
+            expected = {"length": n, "ended": float(ended), "penalty": penalty, "kl": kl}
+            expected["score"] = 100 * prompt[0] + n - penalty
+            expected["empty"] = not any(x in (7, 8, 9) for x in ids)
+            assert row == pytest.approx(expected, abs=1e-4)
+            assert texts[i] == tokenizer.decode(ids)
             i += 1
+    assert 0 < measured["empty"].sum() < 12
     assert not report.respond(ref, ref, score, prompts, 2, TOKENIZER, config)[0]["kl"].any()
 
 
@@ -293,9 +302,21 @@ def write_lines(path, rows):
 
 
 def test_the_truth_is_known_of_the_default_data_alone(tmp_path):
-    assert report.truth_about(tmp_path) == (None, None, {})
+    nothing, (prompt, *_) = (None, None, {}), zoo.PROMPTS
+    write_data(tmp_path)
+    assert report.truth_about(tmp_path) == nothing
     (tmp_path / "ceilings.json").write_text('{"best_judge": 3}')
     assert report.truth_about(tmp_path) == (zoo.crowd, zoo.judge, {"best_judge": 3})
+    rows = {"prompts": ["Who?"], "pref": ["Who?", "a", "b"], "sft": ["Who?", "a"]}
+    for task, row in [*rows.items(), ("sft", [prompt, " My own answer."]), ("sft", None)]:
+        path = tmp_path / f"{task}_val.jsonl"
+        before = path.read_text()
+        path.unlink()
+        if row:
+            write_rows(tmp_path, **{f"{task}_val": [row]})
+        assert report.truth_about(tmp_path) == nothing
+        path.write_text(before)
+    assert report.truth_about(tmp_path)[1]
     (tmp_path / "ceilings.json").write_text('{"best_judge"')
     with pytest.raises(UserError, match="ceilings.json: is no JSON; delete it"):
         report.truth_about(tmp_path)
@@ -352,7 +373,7 @@ def test_what_the_default_data_tells_stands_in_the_report(monkeypatch):
     limits = {"best_judge": 3.0, "val_nats": 20.0, "label_accuracy": 0.8, "label_loss": 0.3}
     before, after = ({"judge": f64([[x, 1], [1, 1]])} for x in (0, 2))
     for reward_model in (None, "rm"):
-        got = {"sft": {"val_tokens": 40}, "ppo": {}, "rm": {}}
+        got = {"sft": {"val_tokens": 40}, "ppo": {}, "rm": {}, "reference": "SFT"}
         models = SimpleNamespace(reference=None, tokenizer=None, reward_model=reward_model)
         report.add_truth(got, before, after, models, None, None, None, limits)
         assert got["best_judge"] == 3.0 and got["sft"]["entropy_floor"] == 0.5
@@ -361,9 +382,33 @@ def test_what_the_default_data_tells_stands_in_the_report(monkeypatch):
         )
         truth = {"label_ceiling": 0.8, "label_loss_floor": 0.3, "below_ceiling": 0.01}
         assert got["rm"] == (truth if reward_model else {})
+        got = {"sft": {"val_tokens": 40}, "ppo": {}, "rm": {}, "reference": "reference"}
+        report.add_truth(got, before, after, models, None, None, None, limits)
+        assert "above_entropy" not in got["sft"]  # it is not known of the SFT model
 
 
 # What is printed
+
+
+def test_notes_say_what_the_figures_do_not():
+    """Each appears where it holds."""
+
+    def noted(beta=0.1, rm=(), **more):
+        row = {"score": 1.0, "penalty": 0.5, "empty": 0.0}
+        ppo = row | {"score": 2.62, "optimality": 0.5} | more
+        ppo = {name: x for name, x in ppo.items() if x is not None}
+        names = {"reference": "reference", "algorithm": "RLOO", "prompts_of_best_of_n": 128}
+        known = names | {"sft": row, "ppo": ppo, "rm": dict(rm), "beta": beta, "prompts": 1024}
+        return list(report.notes(known))
+
+    best = "best of n is measured on 128 of the 1,024 prompts"
+    assert noted(penalty=0.504) == noted(beta=0.0, optimality=None) == [best]
+    doubts = noted(rm={"val_loss": 0.7, "val_accuracy": 0.7, "val_accuracy_se": 0.145})
+    assert "70.0 % ± 14.5" in doubts[1] and doubts[2:] == [best]
+    assert "change of +1.62 in score, +0.30 comes from the penalty" in noted(penalty=0.2)[1]
+    assert "change of +1.62 in score, -0.25 comes" in noted(penalty=0.75)[1]
+    assert noted(empty=0.125)[1] == "empty answers: 0.0% of reference, 12.5% of RLOO"
+    assert "no optimality" in noted(optimality=None)[1]
 
 
 def with_errors(**figures):
@@ -372,6 +417,8 @@ def with_errors(**figures):
 
 REPORT = {
     "algorithm": "GRPO",
+    "reference": "reference",
+    "notes": ["something of note", "and more"],
     "beta": 0.1,
     "best_judge": 3.0,
     "seconds": {"sft": 78.4, "report": 45.6},
@@ -396,26 +443,28 @@ REPORT = {
 REPORT["sft"] |= with_errors(above_entropy=0.0207) | {"entropy_floor": 0.4862}
 PRINTED = """
                           judge            score               kl         eos_rate  response_length
-SFT                -0.33 ± 0.01      0.01 ± 0.01      0.00 ± 0.01    1.000 ± 0.014      9.90 ± 0.01
+reference          -0.33 ± 0.01      0.01 ± 0.01      0.00 ± 0.01    1.000 ± 0.014      9.90 ± 0.01
 best of 4                  1.67             0.93             0.64                -                -
 GRPO                2.63 ± 0.01      1.47 ± 0.01      2.73 ± 0.01    1.000 ± 0.014     12.36 ± 0.01
 GRPO, unseen                  -      1.41 ± 0.01      2.57 ± 0.01                -                -
 best possible              3.00
+something of note
+and more
 
 SFT validation loss 0.5070 ± 0.0140 nats/token
     0.0207 ± 0.0140 above the entropy of the same rows, 0.4862
 reward model, validation pairs right 0.8177 ± 0.0140
     0.0088 ± 0.0140 below the judge on the same pairs, 0.8265
-GRPO wins against SFT 0.906 ± 0.014 (by the judge, ties half)
-optimality 0.860 ± 0.014: how much of the way GRPO has come from SFT
+GRPO wins against reference 0.906 ± 0.014 (by the judge, ties half)
+optimality 0.860 ± 0.014: how much of the way GRPO has come from reference
     to the largest score - 0.1 KL that any policy can have
     50 of the prompts are unseen: it was not trained on them
     optimality there 0.834 ± 0.014, 0.870 ± 0.014 on those that it was trained on
 
 Samples, before and after:
   Why?\\x1b
-    SFT   So.
-    GRPO  Yes.   (score 1.50, KL 2.25)
+    reference  So.
+    GRPO       Yes.   (score 1.50, KL 2.25)
 seconds: sft 78, report 46
 """
 

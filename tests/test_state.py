@@ -35,9 +35,9 @@ def test_the_learning_rate_climbs_to_its_peak_and_falls_to_0_in_equal_steps(seed
     assert Schedule(1, 20, False).share(0) == 1 / 21  # shorter than its climb
 
 
-def train(losses, steps=1000, automatic=True, warmup=20):
+def train(losses, steps=1000, automatic=True, warmup=20, one_pass=1312.5):
     """A schedule that got these validation losses -> it, its shares, and which losses were best."""
-    schedule, losses = Schedule(steps, warmup, automatic), iter(losses)
+    schedule, losses = Schedule(steps, warmup, automatic, one_pass), iter(losses)
     shares, best, step = [], {}, 0
     while step < schedule.steps:
         shares.append(schedule.share(step))
@@ -51,6 +51,25 @@ def test_validation_is_ever_rarer_and_comes_with_the_last_step():
     assert list(train([9] * 9, 300, automatic=False)[2]) == [50, 75, 112, 169, 253, 300]
 
 
+@pytest.mark.parametrize(
+    "one_pass, checks, stopped",
+    [
+        (200, [50, 75, 112, 169, 253, 337], 253),  # the default data have more
+        (199, [49, 74, 110, 165, 248, 330], 248),
+        (100, [25, 38, 56, 84, 127, 169], 127),
+        (8.2, [2, 3, 4, 7, 10, 13], 10),
+        (0.1, [1, 2], 2),
+    ],
+)
+def test_few_rows_are_validated_within_a_quarter_of_a_pass_and_a_rise_after_it_ends_the_run(
+    one_pass, checks, stopped
+):
+    schedule, _, found = train(range(3, 99), one_pass=one_pass)
+    assert list(found) == checks and schedule.stopped == stopped
+    flat = train([1, *[1.09] * 40], one_pass=8.2)[0]  # as before something is understood
+    assert flat.stopped == 259 and train([1, *[1.11] * 40], one_pass=8.2)[0].stopped == 10
+
+
 def test_a_loss_that_no_longer_falls_ends_the_run_with_a_short_fall(capsys):
     schedule, shares, best = train([5, 4, 3, 2, 1.997, 1.9, 1])  # a gain of 0.15 % is none
     assert all(best.values()) and list(best) == [50, 75, 112, 169, 253, 337]
@@ -60,7 +79,7 @@ def test_a_loss_that_no_longer_falls_ends_the_run_with_a_short_fall(capsys):
     assert shares[253:] == pytest.approx([here * (337 - step) / 84 for step in range(253, 337)])
     said = "step 253: the validation loss no longer falls; the learning rate does, to 0 at step 337"
     assert said in capsys.readouterr().out
-    assert schedule.ending() == "the validation loss stopped falling at step 253"
+    assert "no longer fell at step 253" in schedule.ending() and "step 337, " in schedule.ending()
 
 
 @pytest.mark.parametrize(
@@ -88,9 +107,12 @@ def test_where_a_run_ends_and_which_model_is_the_best(losses, steps, automatic, 
 )
 def test_a_loss_that_fell_by_15_percent_in_the_second_half_is_warned_of(losses, says):
     schedule = train([*losses, losses[-1] + 1], 600)[0]  # 5 at step 253, and then
-    assert schedule.ending().startswith(says)
-    assert train([9], 30)[0].ending().endswith("falling when --max_steps 30 ended the training")
-    assert train([9] * 9, 600, False)[0].ending() == "all 600 steps of --epochs are done"
+    assert schedule.ending().startswith(says) and "step 570, " in schedule.ending()
+    for losses, steps, best in (([9], 30, 30), ([1, 9, 9, 9, 9], 200, 50), ([9, 9, 8], 112, 112)):
+        ending = train(losses, steps)[0].ending()  # not known, long ago, or too little
+        assert ending.startswith(f"all {steps} steps of --max_steps") and f"step {best}, " in ending
+    ending = train([9, 9, 9, 9, 9, 1], 300, False)[0].ending()
+    assert ending.startswith("all 300 steps of --epochs are done") and "step 300, " in ending
 
 
 @pytest.mark.parametrize("stop", [0, 200, 253, 300])
@@ -109,6 +131,9 @@ def test_an_interrupted_schedule_goes_on(stop):
         if resumed.check_due(step):
             resumed.is_best(step, losses[step + 1])
     assert shares == whole[stop:] and vars(resumed) == vars(schedule)
+    shorter = Schedule(270, 20, True)
+    shorter.load_state_dict(other.state_dict())
+    assert shorter.steps == 270 and shorter.checks == other.checks
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
@@ -150,7 +175,7 @@ def log_of(out, kind="sft"):
     return [json.loads(line) for line in (out / f"{kind}.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("stop, left", [(1, 0), (4, 4), (7, 4), (10, 10)])
+@pytest.mark.parametrize("stop, left", [(0, 0), (3, 1), (4, 4), (7, 4), (10, 10)])
 def test_a_run_goes_on_from_its_last_save(tmp_path, stop, left):
     torch.manual_seed(5)
     whole, expected = begin(tmp_path / "whole")
@@ -175,6 +200,7 @@ def test_a_run_or_a_model_that_is_there_is_overwritten_on_request_alone(tmp_path
         begin(tmp_path)
     it, weight = begin(tmp_path, overwrite=True)
     assert it.step == 0 and len(log_of(tmp_path)) == 3  # as long as no step has been made
+    it.save = lambda: None  # killed before its first save
     go(it, weight, until=1)
     assert not (tmp_path / "sft_state.pt").exists() and len(log_of(tmp_path)) == 1
     go(*begin(tmp_path, overwrite=True))
@@ -258,6 +284,22 @@ def test_a_run_goes_on_with_the_same_settings_data_and_models_alone(tmp_path, ch
         begin(tmp_path, resume=True, **same | change)
 
 
+@pytest.mark.parametrize("name, least", [("steps", 3), ("max_steps", 4)])
+def test_an_interrupted_run_may_end_earlier_than_it_was_to(tmp_path, name, least):
+    """Not before the steps that are done; stages 1 and 2 make one more, which is validated."""
+    go(*begin(tmp_path, save_every=1, settings={name: 9, "data": 1}), until=3)
+    for steps in (least, 8):
+        assert begin(tmp_path, resume=True, settings={name: steps, "data": 1})[0].step == 3
+    for steps in (least - 1, 10):
+        with pytest.raises(UserError, match=f"saved with {name} = 9"):
+            begin(tmp_path, resume=True, settings={name: steps, "data": 1})
+    it, weight = begin(tmp_path, least, resume=True, settings={name: least, "data": 1})
+    assert go(it, weight) == list(range(3, least))
+    it.finish()  # and now it is a run of so many steps
+    with pytest.raises(UserError, match=f"saved with {name} = {least}"):
+        begin(tmp_path, resume=True, settings={name: 9, "data": 1})
+
+
 def test_a_log_that_is_lost_or_damaged_stops_no_run_and_is_said(tmp_path, capsys):
     go(*begin(tmp_path, save_every=4), until=7)
     lines = (tmp_path / "sft.jsonl").read_text().splitlines(True)
@@ -316,7 +358,7 @@ def test_the_state_is_saved_by_steps_by_time_and_at_the_end_but_rarely_if_that_t
 ):
     clock = Clock(monkeypatch)
     it, _ = begin(tmp_path, 12, save_every=5)
-    assert timed(it, clock, [10] * 12) == [4, 5, 9, 10, 12]  # more than 30 s ago, or 5 steps
+    assert timed(it, clock, [10] * 12) == [1, 5, 9, 10, 12]  # first, more than 30 s ago, 5 steps
     write = state.write_contents
 
     def slowly(*args):
@@ -325,7 +367,7 @@ def test_the_state_is_saved_by_steps_by_time_and_at_the_end_but_rarely_if_that_t
 
     monkeypatch.setattr(state, "write_contents", slowly)
     it, _ = begin(tmp_path / "slow", 12, save_every=99)
-    assert timed(it, clock, [10] * 12) == [4, 11, 12]  # 3 s each: not before 60 s have passed
+    assert timed(it, clock, [10] * 12) == [1, 8, 12]  # 3 s each: not before 60 s have passed
 
 
 def test_lines_on_the_screen_and_in_the_log(tmp_path, monkeypatch, capsys):

@@ -223,10 +223,19 @@ SCRIPT_MUTANTS = [
     ),
     Mutant(
         "a rise of the loss taken for a gain",
-        [("loss > (1 - self.LEAST_GAIN) * best", "loss > 9 * best")],
+        [("loss > (1 - least_gain) * best", "loss > 9 * best")],
         "patience that compares with the wrong number",
         "small data is learned by heart, and no run ends by itself",
         STATE + "where_a_run_ends_and_which_model_is_the_best",
+        "plumbing/state.py",
+    ),
+    Mutant(
+        "few rows validated as late as many",
+        [("min(self.FIRST_CHECK, one_pass / 4)", "self.FIRST_CHECK")],
+        "validation every so many steps, whatever the data",
+        "the first look comes when a few hundred pairs are known by heart",
+        STATE
+        + "few_rows_are_validated_within_a_quarter_of_a_pass_and_a_rise_after_it_ends_the_run",
         "plumbing/state.py",
     ),
     Mutant(
@@ -305,6 +314,22 @@ SCRIPT_MUTANTS = [
         "plumbing/state.py",
     ),
     Mutant(
+        "no state of the first steps",
+        [("-math.inf, 0.0  # the first", "time.perf_counter(), 0.0  # the first")],
+        "states saved every so often alone",
+        "a run that is killed early has nothing to go on from",
+        STATE + "the_state_is_saved_by_steps_by_time_and_at_the_end_but_rarely_if_that_takes_long",
+        "plumbing/state.py",
+    ),
+    Mutant(
+        "a run shortened to less than is done",
+        [("if least <= self.settings.get(name, -1) < old", "if self.settings.get(name, 99) < old")],
+        "settings that may change when a run goes on",
+        "a run of 400 steps whose file says 100",
+        STATE + "an_interrupted_run_may_end_earlier_than_it_was_to",
+        "plumbing/state.py",
+    ),
+    Mutant(
         "a second Ctrl-C held up",
         [("        signal.signal(number, signal.SIG_DFL)\n", "")],
         "handlers that wait for a step which hangs",
@@ -341,6 +366,22 @@ SCRIPT_MUTANTS = [
         "PPO seems to have won nothing",
         SCRIPTS + "the_reference_of_the_report_does_not_move",
         "train_ppo.py",
+    ),
+    Mutant(
+        "a judge who does not know the questions",
+        [("if known and all(", "if all(")],
+        "files of one's own in a folder of the default data",
+        "the training is done, and its report ends in a traceback",
+        REPORT + "the_truth_is_known_of_the_default_data_alone",
+        "plumbing/report.py",
+    ),
+    Mutant(
+        "the penalty of the answers that ended",
+        [('1 - measured["ended"]', 'measured["ended"]')],
+        "common",
+        "what was learned by ending in time is taken for better text",
+        REPORT + "every_response_is_measured_for_its_prompt_in_pieces_too",
+        "plumbing/report.py",
     ),
     Mutant(
         "ties count as victories",
