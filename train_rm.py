@@ -88,8 +88,8 @@ def main():
     best.unlink()
     print(schedule.ending())
     accuracy, error = facts["val_accuracy"], facts["val_accuracy_se"]
-    spread = f" ± {100 * error:.1f}" * (len(val_pairs) > 1)
-    right = f"{100 * accuracy:.1f} %{spread} of the validation pairs right"
+    error = "" if error is None else f" ± {100 * error:.1f}"
+    right = f"{100 * accuracy:.1f} %{error} of the validation pairs right"
     print(f"saved {run.out / 'rm.pt'}: it gets {right}", *doubts(facts), sep="\n")
 
 
@@ -101,8 +101,10 @@ def validate(model, pairs, device, micro_batch):
     scores = [torch.stack(pair_scores(model, part, device)) for part in parts]
     model.train()
     loss, stats = reward_model_loss(*torch.cat(scores, 1))
-    error = (stats["accuracy"] * (1 - stats["accuracy"]) / len(pairs)) ** 0.5
-    return {"val_loss": loss.item(), "val_accuracy": stats["accuracy"], "val_accuracy_se": error}
+    accuracy, n = stats["accuracy"], len(pairs)
+    error = (accuracy * (1 - accuracy) / n) ** 0.5 if n > 1 else None
+    facts = {"val_loss": loss.item(), "val_accuracy": accuracy, "val_accuracy_se": error}
+    return facts | {"val_pairs": n}
 
 
 @torch.no_grad()

@@ -51,7 +51,7 @@ def main():
     model, tokenizer = first_model(texts, shape, start.init)
     model = model.to(run.device).train()
     rows = encode_rows(texts, tokenizer, model.config.context)
-    warn_of_long_answers(rows)
+    warn_of_long_answers(texts, tokenizer)
     val_rows = read_ids(run.data, "sft", "val", tokenizer, model.config.context)
     optimizer = adamw(model, config.lr, config.weight_decay)
     one_pass = len(rows) / config.batch_size
@@ -85,7 +85,7 @@ def main():
     state.finish()
     best.unlink()
     print(schedule.ending())
-    error = f" ± {facts['val_loss_se']:.4f}" * (len(val_rows) > 1)
+    error = "" if facts["val_loss_se"] is None else f" ± {facts['val_loss_se']:.4f}"
     print(f"saved {run.out / 'sft.pt'}: validation loss {facts['val_loss']:.4f}{error} nats/token")
 
 
@@ -102,9 +102,10 @@ def validate(model, rows, device, micro_batch):
     model.train()
     nats, counts = torch.cat(nats), torch.cat(counts)
     loss = nats.sum() / counts.sum()
-    spread = (nats - loss * counts).std(correction=min(1, len(nats) - 1))  # 0 for a single row
-    error = spread * len(nats) ** 0.5 / counts.sum()  # the loss is a ratio of two sums over rows
-    return {"val_loss": loss.item(), "val_loss_se": error.item(), "val_tokens": int(counts.sum())}
+    error = None
+    if len(nats) > 1:  # the loss is a ratio of two sums over rows
+        error = ((nats - loss * counts).std() * len(nats) ** 0.5 / counts.sum()).item()
+    return {"val_loss": loss.item(), "val_loss_se": error, "val_tokens": int(counts.sum())}
 
 
 def make_default_data(run):

@@ -231,7 +231,10 @@ def convert(file, out, share, keys, overwrite):
     if any(isinstance(value, list) for values in table for value in values):
         turns = [(role, "...") for role in ("system", "user", "assistant", "user")]
         print("chats are written as", ascii(render_chat(turns)))
-    write_rows(out, list(KEYS)[len(rows[0]) - 1], rows, share, overwrite)
+    task = list(KEYS)[len(rows[0]) - 1]
+    if Path(file).resolve() in [out.resolve() / f"{task}_{x}.jsonl" for x in ("train", "val")]:
+        raise ValueError(f"{file}: would replace itself; choose another --out")
+    write_rows(out, task, rows, share, overwrite)
 
 
 def main():

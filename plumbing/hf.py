@@ -140,9 +140,8 @@ def export(path, folder, overwrite=False):
     """Write a checkpoint in the Hugging Face format. A reward model gets a token more, to pad."""
     transformers = import_transformers()
     model, tokenizer, _ = load_checkpoint(path, ("ppo", "sft", "rm"))
-    for name in ("config.json", "model.safetensors"):
-        if (Path(folder) / name).exists() and not overwrite:
-            raise UserError(f"{folder}: holds a model; give another folder, or --overwrite")
+    if Path(folder).is_dir() and any(Path(folder).iterdir()) and not overwrite:
+        raise UserError(f"{folder}: is not empty; give another folder, or --overwrite")
     Path(folder).mkdir(parents=True, exist_ok=True)
     c, trunk, scorer = model.config, model.trunk, isinstance(model, RewardModel)
     config = {"n_embd": c.channels, "n_layer": c.layers, "n_head": c.heads}

@@ -27,7 +27,7 @@ class Models:
     reward_model: RewardModel | None  # frozen; None where a function takes its place
     score: Callable  # (tokens, mask) -> (B,)
     tokenizer: Tokenizer
-    facts: dict  # the figures that were saved with the models: {"sft": ..., "rm": ...}
+    facts: dict  # the figures that the models are known by: {"sft": ..., "rm": ...}
 
 
 def load_models(folder, device, reward="", policy="", reference="", separate_critic=False):
@@ -36,6 +36,9 @@ def load_models(folder, device, reward="", policy="", reference="", separate_cri
     policy, reference: checkpoints that take the place of sft.pt as what is trained, and as what it
     is compared with. separate_critic: the policy gets a value network of its own.
     """
+    if not (Path(folder) / "sft.pt").exists():
+        hint = "train_sft.py makes it; --models names the folder if it is another one"
+        raise UserError(f"{folder}/sft.pt: not found; {hint}")
     sft, tokenizer, sft_facts = load_checkpoint(Path(folder) / "sft.pt", ["sft"], device)
 
     def load_relative(path):
@@ -45,9 +48,12 @@ def load_models(folder, device, reward="", policy="", reference="", separate_cri
             raise UserError(f"{path}: was not made from {folder}/sft.pt")
         return model
 
-    reference = frozen_copy(load_relative(reference) if reference else sft)
-    policy = load_relative(policy) if policy else sft
     reward_model, facts = None, {"sft": sft_facts}
+    if reference:  # it is read again when a run goes on: it must be the same
+        other = load_relative(reference)
+        facts["reference"] = sum(x.double().norm().item() for x in other.parameters())
+    reference = frozen_copy(other if reference else sft)
+    policy = load_relative(policy) if policy else sft
     if reward:
         score = text_reward(load_function(reward), tokenizer)
     else:

@@ -52,6 +52,8 @@ def gather(out, models):
     report = part(out / "report.json", read_report)
     if report and report["seconds"].get("ppo") != ppo[-1].get("seconds"):
         report = None  # of an earlier run, or of a shorter one
+    if report and settings:
+        settings = settings | {"steps": ppo[-1]["step"]}  # --resume may have ended it early
     logs = {"sft": read_log(models / "sft.jsonl"), "rm": read_log(models / "rm.jsonl"), "ppo": ppo}
     if settings.get("reward"):  # a function takes the place of the reward model
         logs["rm"] = []

@@ -39,6 +39,7 @@ def optimal_objective(scores, kl_coef):
     rather than too high (rare answers of a high score are missing), so what is measured against it,
     optimality, is a little too high.
     """
+    scores = scores.double()  # at a large beta the two logarithms hardly differ
     return kl_coef * (torch.logsumexp(scores / kl_coef, 1) - math.log(scores.shape[1]))
 
 
@@ -183,24 +184,26 @@ def above_entropy(sft, tokenizer, run, crowd):
         nats = torch.tensor([truth[i] for i in part])
         excess.append(-logprobs.sum(1).cpu().double() - nats)
     count = sum(len(ids) for _, ids in encoded)
-    return estimate("above_entropy", torch.cat(excess) * len(rows) / count)
+    above = estimate("above_entropy", torch.cat(excess) * len(rows) / count)
+    return above | {"entropy_floor": sum(truth) / count}
 
 
 @torch.no_grad()
 def below_ceiling(reward_model, tokenizer, run, judge):
-    """How many more of the validation pairs the judge gets right, pair by pair."""
+    """How many more of the validation pairs the judge gets right, pair by pair; what share it gets
+    right, and its loss: the best that can be expected."""
     pairs = load_jsonl(run.data / "pref_val.jsonl", ("prompt", "chosen", "rejected"))
     encoded = encode_rows(pairs, tokenizer, reward_model.config.context)
     if len(encoded) < len(pairs):
         return {}
     truth = [judge(prompt, a) - judge(prompt, b) for prompt, a, b in pairs]
-    differences = []
+    truth, right = torch.tensor(truth), []
     for part in order_by_length(encoded, 64):
         chosen, rejected = pair_scores(reward_model, [encoded[i] for i in part], run.device)
-        gaps = torch.tensor([truth[i] for i in part])
-        zero = torch.zeros(len(part))
-        differences.append(wins(gaps, zero) - wins((chosen - rejected).cpu(), zero))
-    return estimate("below_ceiling", torch.cat(differences))
+        right.append(wins(truth[part], torch.tensor(0)) - wins(chosen, rejected).cpu())
+    best = {"label_ceiling": wins(truth, torch.tensor(0)).mean().item()}
+    best["label_loss_floor"] = torch.nn.functional.softplus(-truth).mean().item()
+    return estimate("below_ceiling", torch.cat(right)) | best
 
 
 def make_report(models, trained_on, prompts, run, config, stage, name="PPO"):
@@ -263,6 +266,8 @@ def make_report(models, trained_on, prompts, run, config, stage, name="PPO"):
     texts = zip(map(models.tokenizer.decode, prompts[:6]), before_texts[::4], after_texts[::4])
     report["samples"] = [sample(*three, before, after, i) for i, three in enumerate(texts)]
     report["seconds"] = seconds_of_stages(Path(stage.models or run.out), run.out)
+    if stage.reward:  # an rm.jsonl that is there is of another run
+        report["seconds"].pop("rm", None)
     report["seconds"]["report"] = round(time.perf_counter() - start, 2)
     write_file(run.out / "report.json", json.dumps(report, indent=2) + "\n")
     return report
@@ -303,12 +308,9 @@ def add_truth(report, before, after, models, run, crowd, judge, ceilings):
     stages 1 and 2 are from the best."""
     report["ppo"] |= estimate("win_rate_vs_sft", wins(after["judge"], before["judge"]))
     report["best_judge"] = ceilings["best_judge"]
-    report["sft"]["entropy_floor"] = ceilings["val_nats"] / report["sft"]["val_tokens"]
     if report["reference"] == "SFT":
         report["sft"] |= above_entropy(models.reference, models.tokenizer, run, crowd)
     if models.reward_model:
-        report["rm"]["label_ceiling"] = ceilings["label_accuracy"]
-        report["rm"]["label_loss_floor"] = ceilings["label_loss"]
         report["rm"] |= below_ceiling(models.reward_model, models.tokenizer, run, judge)
 
 
@@ -352,13 +354,15 @@ def notes(report):
     sft, ppo, ref = report["sft"], report["ppo"], report["reference"]
     yield from doubts(report["rm"])
     few, prompts = report["prompts_of_best_of_n"], report["prompts"]
-    yield f"best of n is measured on {few:,} of the {prompts:,} prompts"
+    yield f"best of n and optimality are measured on {few:,} of the {prompts:,} prompts"
     gain, saved = ppo["score"] - sft["score"], sft["penalty"] - ppo["penalty"]
     if abs(saved) >= 0.005:
         grown = f"the penalty for cut-off or long answers, now {ppo['penalty']:.2f}"
         yield f"of the change of {gain:+.2f} in score, {saved:+.2f} comes from {grown}"
     if sft["empty"] or ppo["empty"]:
         yield f"empty answers: {sft['empty']:.1%} of {ref}, {ppo['empty']:.1%} of {report['algorithm']}"
+    if ppo.get("optimality", 0.0) > 1.1:
+        yield f"optimality above 1: the samples of {ref} hold too few of the best answers to know it"
     if report["beta"] and "optimality" not in ppo:
         yield f"there is no optimality: all answers of {ref} to a prompt have the same score"
 

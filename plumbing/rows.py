@@ -81,9 +81,11 @@ def read_rows(data, task, split):
         return next((path for path in paths if path.exists()), None)
 
     train, val = find(f"{task}_train"), find(f"{task}_val")
-    if not train and not (split == "val" and val) and find("pref_train"):
-        rows = [pair[: len(KEYS[task])] for pair in read_rows(data, "pref", split)]
-        served = "chosen responses" if task == "sft" else "prompts of the pairs"
+    others = {"sft": ["pref"], "prompts": ["pref", "sft"], "pref": []}[task]
+    other = next((name for name in others if find(f"{name}_train")), None)
+    if not train and not (split == "val" and val) and other:
+        rows = [row[: len(KEYS[task])] for row in read_rows(data, other, split)]
+        served = "chosen responses" if task == "sft" else f"prompts of {other}_train.jsonl"
         print(f"no {task}_train.jsonl: {served} serve instead")
         return rows if task == "sft" else list(dict.fromkeys(rows))
     path = val if split == "val" and val else train or data / f"{task}_train.jsonl"
@@ -132,7 +134,8 @@ def encode_rows(rows, tokenizer, context):
         if count:
             print(f"    {count:,} {note}")
     if (suits := length_of_most(lengths)) > context:
-        print(f"warning: 95 % of these rows fit whole into train_sft.py --context {suits}")
+        suited = f"a context of {suits} tokens (train_sft.py --context, or another --init)"
+        print(f"warning: 95 % of these rows would fit whole into {suited}")
     if not encoded:
         why = "no two answers differ within" if equal else "no prompt leaves room in"
         raise UserError(f"{why} the {room}; shorten the rows, or train with a larger --context")

@@ -104,6 +104,7 @@ def read_flags(doc, *settings, positional="", without=(), partly=False):
         if field.type is bool:
             flag = f"--no_{field.name}" if default else flag
             kind = {"action": "store_false" if default else "store_true", "dest": field.name}
+            text = f"switch off: {text}" if default else text
         help_text = f"{text} ({default})".replace("%", "%%")
         parser.add_argument(flag, default=argparse.SUPPRESS, help=help_text, **kind)
     if positional:

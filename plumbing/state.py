@@ -14,7 +14,7 @@ import torch
 
 from plumbing.checkpoints import read_contents, write_contents
 from plumbing.errors import UserError
-from plumbing.files import read_log
+from plumbing.files import read_log, write_file
 
 # Settings that --resume may change, because the gradients stay the same.
 FREE_SETTINGS = ("models", "no_report", "report_prompts", "micro_batch", "rollout_batch")
@@ -118,11 +118,12 @@ class Schedule:
         best = min(sorted(self.checks, reverse=True), key=self.checks.get)
         half = max((done for done in self.checks if done <= self.steps / 2), default=best)
         gained = self.checks[best] < (1 - self.STILL_FALLING) * self.checks[half]
+        last = best == max(self.checks) > half
         flag = "max_steps" if self.automatic else "epochs"
         why = f"all {self.steps:,} steps of --{flag} are done"
         if self.stopped:
             why = f"the validation loss no longer fell at step {self.stopped:,}"
-        elif self.automatic and gained and best > half:
+        elif self.automatic and gained and last:
             falling = "warning: the validation loss was still falling when"
             why = f"{falling} --max_steps {self.steps} ended the training"
         return f"{why}; saved is that of step {best:,}, with the lowest loss"
@@ -146,7 +147,7 @@ class State:
         if run.tensorboard:
             summary_writer()  # if it is missing, say so before anything is overwritten
         self.step, self.seconds, self.done, self.values = 0, 0.0, False, {}
-        for half_written in run.out.glob(".*.tmp"):  # by a run that was killed
+        for half_written in run.out.glob(f".{kind}[._]*.tmp"):  # by a run that was killed
             half_written.unlink()
         if run.resume and self.path.exists():
             self.load()
@@ -169,14 +170,18 @@ class State:
         contents = read_contents(self.path, ("state",), mmap=False)  # the optimizer keeps it
         old, again = contents.get("settings", {}), "--overwrite begins again"
         if not self.settings.keys() <= old.keys():
-            raise UserError(f"{self.path} was saved by another version; {again}")
+            raise UserError(f"{self.path} was saved by another version or algorithm; {again}")
         if old["data"] != self.settings["data"]:
             change = "data or vocabulary have changed since it was saved"
             raise UserError(f"{self.path}: {change}; {again}")
         done = contents.get("step", 0)
         for name, least in (("steps", done), ("max_steps", done + 1)):  # it may end earlier
-            if least <= self.settings.get(name, -1) < old.get(name, 0):
-                old[name] = self.settings[name]
+            if self.settings.get(name, math.inf) >= old.get(name, 0):
+                continue
+            if self.settings[name] < least:
+                over = f"step {done} is done; --{name} {least} or more, or {again}"
+                raise UserError(f"{self.path}: {over}")
+            old[name] = self.settings[name]
         differ = [f"{name} = {old[name]}" for name, x in self.settings.items() if old[name] != x]
         if differ:
             saved = f"{self.path} was saved with {', '.join(differ)}"
@@ -269,7 +274,7 @@ class State:
         rows = [row for row in read_log(self.log_path) if row["step"] <= self.step]
         if len(rows) < self.step:
             print(f"{self.log_path} holds {len(rows)} of {self.step} steps; the curves have a gap")
-        self.log_path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_file(self.log_path, "".join(json.dumps(row) + "\n" for row in rows))
         self.log = open(self.log_path, "a")
         if not self.step:
             self.path.unlink(missing_ok=True)  # it must not be mistaken for this run's

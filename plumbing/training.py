@@ -50,9 +50,11 @@ def first_model(rows, shape, init):
     return GPT(dataclasses.replace(shape, vocab_size=tokenizer.vocab_size)), tokenizer
 
 
-def warn_of_long_answers(rows):
+def warn_of_long_answers(texts, tokenizer):
     """Say if PPO, by default, writes no responses as long as those of (prompt, completion)."""
-    suits, most = length_of_most([len(x) for _, x in rows]), minippo.PPOConfig.max_new_tokens
+    texts = spread_over(texts, 1000)
+    suits = length_of_most([len(tokenizer.encode(completion)) + 1 for _, completion in texts])
+    most = minippo.PPOConfig.max_new_tokens
     if suits > most:
         hint = f"train_rm.py and train_ppo.py --max_new_tokens {suits} would hold 95 %"
         print(f"warning: more than 5 % of the completions exceed {most} tokens; {hint}")
@@ -103,12 +105,12 @@ def pair_scores(model, rows, device):
 
 def doubts(facts):
     """What its validation says against a reward model, in sentences."""
-    accuracy, error = facts.get("val_accuracy", 1.0), facts.get("val_accuracy_se", 0.0)
+    accuracy, pairs = facts.get("val_accuracy", 1.0), facts.get("val_pairs", math.inf)
     if facts.get("val_loss", 0.0) >= math.log(2):
         yield "warning: at no step was the reward model better than guessing (loss 0.693)"
-    if accuracy < 0.5 + 2 * error:
-        right = f"{100 * accuracy:.1f} % ± {100 * error:.1f} of the validation pairs right"
-        yield f"warning: {right} cannot be told from chance; the reward may be noise"
+    if accuracy < 0.5 + 1 / math.sqrt(pairs):  # by chance a half is right, ± 0.5 / sqrt(pairs)
+        right = f"{100 * accuracy:.1f} % of {pairs:,} validation pairs right"
+        yield f"warning: {right} is not clearly better than chance; the reward may be noise"
 
 
 # Optimizer and learning rate

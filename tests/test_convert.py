@@ -299,7 +299,9 @@ def test_other_files_stay_and_one_of_the_same_name_is_replaced_on_request_alone(
         for path in (tmp_path / "out" / f"sft_{split}.jsonl" for split in ("train", "val")):
             flags = ["--out", path.parent, *keys, "--val", share]
             status, _, err = run("data/convert.py", path, *flags)
-            assert status == 2 and err.count("\n") == 1 and "--overwrite" in err
+            assert status == 2 and err.count("\n") == 1 and "would replace itself" in err
+            status, _, _ = run("data/convert.py", path, *flags, "--overwrite")
+            assert status == 2
     assert before == {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     (tmp_path / "out" / "sft_train.jsonl").unlink()
     assert convert(tmp_path, rows, *SFT)[0] == 2  # because of one of the two, neither is written

@@ -332,7 +332,7 @@ def test_one_line_exports_and_another_samples_from_what_was_exported(tmp_path):
 
 def test_a_model_that_is_there_is_replaced_on_request_alone(tmp_path):
     exported(tmp_path, "rm")
-    for name in ("config.json", "model.safetensors"):
+    for name in ("config.json", "generation_config.json"):
         out = tmp_path / name.split(".")[0]
         out.mkdir()
         (out / name).write_text("another")

@@ -233,9 +233,9 @@ def test_in_a_browser_everything_is_there_and_a_token_shows_its_numbers(folder):
         sft = REPORT["sft"] | {"penalty": 0.004}
         report = REPORT | {"sft": sft, "seconds": {"ppo": metric(2)["seconds"]}, "notes": []}
         (folder / "report.json").write_text(json.dumps(report))
-        text, _ = visit(parts[0], parts[1], parts[3])  # measured at its end, after 2 of 60
+        text, _ = visit(parts[0], parts[1], parts[3])  # measured at its end, which came early
         for words in (
-            *("What DPO did", "2 of 60 iterations · 8 pairs in each", "reference model’s score"),
+            *("What DPO did", "2 iterations · 8 pairs in each", "reference model’s score"),
             *("A frozen copy of last.pt", "Each token costs 0.5", "only watched"),
         ):
             assert words in text, words

@@ -357,7 +357,14 @@ def test_sft_and_reward_model_are_held_against_the_truth_row_by_row(tmp_path):
     assert got["above_entropy_se"] == pytest.approx(
         f64(excess).std().item() * 90**0.5 / count, rel=1e-3
     )
+    assert got["entropy_floor"] == pytest.approx(
+        -sum(math.log(share[prompt]) for prompt, _ in demonstrations) / count
+    )
     got = report.below_ceiling(model, TOKENIZER, run, lambda prompt, answer: float(len(answer)))
+    gaps = [len(a) - len(b) for _, a, b in pairs]
+    assert got["label_ceiling"] == pytest.approx(sum((x > 0) + 0.5 * (x == 0) for x in gaps) / 90)
+    floor = sum(math.log(1 + math.exp(-x)) for x in gaps) / 90
+    assert got["label_loss_floor"] == pytest.approx(floor, rel=1e-5)
     assert got["below_ceiling"] == pytest.approx(sum(hits) / 90)
     assert got["below_ceiling_se"] == pytest.approx(f64(hits).std().item() / 90**0.5)
     for name in ("sft", "pref"):  # a row that does not fit: nothing to compare
@@ -368,9 +375,11 @@ def test_sft_and_reward_model_are_held_against_the_truth_row_by_row(tmp_path):
 
 
 def test_what_the_default_data_tells_stands_in_the_report(monkeypatch):
-    monkeypatch.setattr(report, "above_entropy", lambda *_: {"above_entropy": 0.02})
+    monkeypatch.setattr(
+        report, "above_entropy", lambda *_: {"above_entropy": 0.02, "entropy_floor": 0.5}
+    )
     monkeypatch.setattr(report, "below_ceiling", lambda *_: {"below_ceiling": 0.01})
-    limits = {"best_judge": 3.0, "val_nats": 20.0, "label_accuracy": 0.8, "label_loss": 0.3}
+    limits = {"best_judge": 3.0}
     before, after = ({"judge": f64([[x, 1], [1, 1]])} for x in (0, 2))
     for reward_model in (None, "rm"):
         got = {"sft": {"val_tokens": 40}, "ppo": {}, "rm": {}, "reference": "SFT"}
@@ -380,11 +389,10 @@ def test_what_the_default_data_tells_stands_in_the_report(monkeypatch):
         assert (
             got["ppo"]["win_rate_vs_sft"] == pytest.approx(5 / 8) and "above_entropy" in got["sft"]
         )
-        truth = {"label_ceiling": 0.8, "label_loss_floor": 0.3, "below_ceiling": 0.01}
-        assert got["rm"] == (truth if reward_model else {})
+        assert got["rm"] == ({"below_ceiling": 0.01} if reward_model else {})
         got = {"sft": {"val_tokens": 40}, "ppo": {}, "rm": {}, "reference": "reference"}
         report.add_truth(got, before, after, models, None, None, None, limits)
-        assert "above_entropy" not in got["sft"]  # it is not known of the SFT model
+        assert got["sft"] == {"val_tokens": 40}  # the reference is not the SFT model
 
 
 # What is printed
@@ -401,10 +409,10 @@ def test_notes_say_what_the_figures_do_not():
         known = names | {"sft": row, "ppo": ppo, "rm": dict(rm), "beta": beta, "prompts": 1024}
         return list(report.notes(known))
 
-    best = "best of n is measured on 128 of the 1,024 prompts"
+    best = "best of n and optimality are measured on 128 of the 1,024 prompts"
     assert noted(penalty=0.504) == noted(beta=0.0, optimality=None) == [best]
-    doubts = noted(rm={"val_loss": 0.7, "val_accuracy": 0.7, "val_accuracy_se": 0.145})
-    assert "70.0 % ± 14.5" in doubts[1] and doubts[2:] == [best]
+    doubts = noted(rm={"val_loss": 0.7, "val_accuracy": 0.7, "val_pairs": 9})
+    assert "70.0 % of 9" in doubts[1] and doubts[2:] == [best]
     assert "change of +1.62 in score, +0.30 comes from the penalty" in noted(penalty=0.2)[1]
     assert "change of +1.62 in score, -0.25 comes" in noted(penalty=0.75)[1]
     assert noted(empty=0.125)[1] == "empty answers: 0.0% of reference, 12.5% of RLOO"

@@ -169,7 +169,8 @@ def test_rows_that_do_not_fit_are_skipped_or_cut_and_counted(capsys):
         "    2 skipped: the two answers are the same, or the same up to the end of the context",
         "    4 cut at the end of the context of 5 tokens",
         "    1 of these pairs keep the end of one answer alone, which tells the two apart",
-        "warning: 95 % of these rows fit whole into train_sft.py --context 7",
+        "warning: 95 % of these rows would fit whole into a context of 7 tokens "
+        "(train_sft.py --context, or another --init)",
     ]
     abc = [a, b, c]
     assert got[:4] == [([a, b, c, d], [e]), (abc, [end]), (abc, [d, end]), (abc, [d, e])]
@@ -186,7 +187,7 @@ def test_a_context_that_keeps_95_percent_of_the_rows_whole_is_named(capsys, long
         rows = [("abc", *kind)] * (20 - longer) + [("abcdefg"[-more:] + "abcde", *kind)] * longer
         encode_rows(rows, BYTES, 6)
         said = capsys.readouterr().out
-        assert ("warning" in said) == bool(context) == (f"--context {context}\n" in said)
+        assert ("warning" in said) == bool(context) == (f"context of {context} tokens (" in said)
 
 
 GOOD = b'{"prompt": "a", "completion": "b"}'
@@ -260,7 +261,13 @@ def test_pairs_alone_are_enough(tmp_path, capsys):
         assert "no sft_train.jsonl: chosen responses serve instead" in capsys.readouterr().out
         prompts = read_rows(tmp_path, "prompts", split)
         assert prompts == list(dict.fromkeys((row[0],) for row in rows))
-        assert "no prompts_train.jsonl: prompts of the pairs serve" in capsys.readouterr().out
+        assert (
+            "no prompts_train.jsonl: prompts of pref_train.jsonl serve" in capsys.readouterr().out
+        )
+    write_rows(tmp_path / "sft", sft_train=[("a", "x"), ("b", "y"), ("a", "z")])
+    prompts = [read_rows(tmp_path / "sft", "prompts", split) for split in ("train", "val")]
+    assert sorted(sum(prompts, [])) == [("a",), ("b",)]
+    assert "prompts of sft_train.jsonl serve" in capsys.readouterr().out
     write_rows(tmp_path, sft_val=[("x", "y")])
     assert read_rows(tmp_path, "sft", "val") == [("x", "y")]
     assert read_rows(tmp_path, "sft", "train") == [row[:2] for row in pairs["train"]]

@@ -61,7 +61,9 @@ def test_the_first_model_has_the_vocabulary_of_its_rows(monkeypatch, capsys):
 
 @pytest.mark.parametrize("long, says", [(0, None), (1, None), (2, 60)])
 def test_completions_longer_than_ppo_writes_are_warned_of(capsys, long, says):
-    warn_of_long_answers([([1] * 99, [1] * 48)] * (20 - long) + [([1], [1] * 60)] * long)
+    tokenizer = SimpleNamespace(encode=list)  # a letter is a token
+    rows = [("a" * 99, "b" * 47)] * (20 - long) + [("a", "b" * 59)] * long  # and the end token
+    warn_of_long_answers(rows, tokenizer)
     said = capsys.readouterr().out
     assert ("warning" in said) == bool(says) == (f"--max_new_tokens {says} " in said)
 

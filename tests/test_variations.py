@@ -616,7 +616,7 @@ def started(monkeypatch):
 
 
 def test_an_ensemble_scores_by_the_mean_or_the_lowest_of_its_members(models, tmp_path, monkeypatch):
-    rows = [("What does a bee eat?", " A bee eats nectar."), ("What?", ""), ("Do", " bees")]
+    rows = [("What does a bee eat?", " A bee eats nectar."), ("What?", ""), ("Do", " bees" * 40)]
     expected = []
     monkeypatch.setenv("ENSEMBLE", str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match="python -m variations.ensemble makes them"):
@@ -625,6 +625,7 @@ def test_an_ensemble_scores_by_the_mean_or_the_lowest_of_its_members(models, tmp
     for seed in (1, 2, 3):
         _, scorer, tokenizer = small_models(tmp_path / "ensemble" / str(seed), seed)
         ids = [tokenizer.encode(a) + tokenizer.encode(b) + [tokenizer.eos] for a, b in rows]
+        ids = [row[: scorer.config.context] for row in ids]
         expected.append(scorer(*pad(ids)).detach())
     expected = torch.stack(expected)
     assert ensemble.mean(*zip(*rows)) == pytest.approx(expected.mean(0).tolist(), abs=1e-5)
@@ -641,9 +642,10 @@ def test_the_members_of_an_ensemble_have_seeds_of_their_own(models, tmp_path, st
         (seed, str(models / "data")) for seed in (1, 2)
     ]
     assert not same_weights(tmp_path / "1" / "rm.pt", tmp_path / "2" / "rm.pt")
-    assert (
-        run("variations/ensemble.py", *flags)[0] == 0 and len(started) == 4
-    )  # what is there stays
+    assert run("variations/ensemble.py", *flags)[0] == 0 and len(started) == 2  # they stay
+    (tmp_path / "1" / "sft.pt").write_bytes(b"of another run")
+    status, _, error = run("variations/ensemble.py", *flags)
+    assert status == 2 and "has been made again" in error and f"remove {tmp_path / '1'}" in error
     status, _, error = run("variations/ensemble.py", *flags, "--models", tmp_path)
     assert status == 2 and "train_sft.py makes it" in error
 
@@ -672,6 +674,8 @@ def test_iterated_rounds_add_labelled_pairs_and_train_the_reward_model_on_all(
         assert (script, given["--out"], str(given["--data"])) == (name, out, str(data))
         assert str(given.get("--models")) == str(folder) and "--resume" in words
         assert given["--seed"] == 5 and given.get("--kl_coef") == ("0.7" if folder else None)
+        longest = given.get("--max_new_tokens")  # the scale of the scores is that of PPO
+        assert longest == (None if folder else dict(zip(PPO[::2], PPO[1::2]))["--max_new_tokens"])
     folders = [models / "data", first / "data", second / "data"]
     keys = ["prompt", "chosen", "rejected"]
     rows = [load_jsonl(folder / "pref_train.jsonl", keys) for folder in folders]
@@ -807,7 +811,7 @@ def test_what_trl_has_trained_is_graded_by_our_report(outgrow, models, tmp_path)
     assert 1e-3 < (weights(policy.trunk) - weights(sft.trunk)).norm() < 10
     log = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
     assert [row["step"] for row in log if "reward" in row] == [2, 4]
-    for more, says in ((["--reference", "x.pt"], "no effect"), ([], "holds a model")):
+    for more, says in ((["--reference", "x.pt"], "no effect"), ([], "ppo.pt: is there")):
         status, _, error = run("variations/outgrow.py", *flags, *more)
         assert status == 2 and says in error
     assert run("variations/outgrow.py", *flags, "--overwrite")[0] == 0

@@ -300,6 +300,11 @@ def test_it_learns_from_a_classifier_in_either_precision(bfloat16):
     assert not torch.is_autocast_enabled("cpu")
 
 
+def test_a_batch_may_be_smaller_than_the_number_of_minibatches():
+    log = short_run(text_score(TOKENIZER, letters), steps=1, batch_size=2)
+    assert log[0]["response_length"] >= 1
+
+
 def test_scores_of_another_spread_are_warned_about():
     score = text_score(TOKENIZER, letters)
     for factor in (0.1, 10):

@@ -30,6 +30,7 @@ These files speak of the *expected step*: one plain gradient step (no Adam, no v
 loss as a sum, not a mean, averaged over all responses that could have been sampled.
 """
 
+import filecmp
 import shutil
 import subprocess
 import sys
@@ -72,4 +73,7 @@ def copy_files(folder, pattern, out):
         raise UserError(f"{folder}/{pattern}: not found; train_sft.py makes it")
     out.mkdir(parents=True, exist_ok=True)
     for path in found:
-        shutil.copy(path, out)
+        copy = out / path.name
+        if copy.exists() and not filecmp.cmp(path, copy, shallow=False):
+            raise UserError(f"{copy}: {path} has been made again since; remove {out}")
+        shutil.copy(path, copy)

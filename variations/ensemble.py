@@ -22,7 +22,7 @@ import torch
 
 from plumbing.checkpoints import load_checkpoint
 from plumbing.errors import UserError, run_script
-from plumbing.rows import encode_rows, pad
+from plumbing.rows import pad
 from plumbing.settings import RunConfig, read_flags
 from variations import ROOT, copy_files, run_python
 
@@ -39,8 +39,9 @@ def minimum(prompts, responses):
 def scores(prompts, responses):
     """m reward models, B prompts and responses -> (m, B), each normalised by its train_rm.py."""
     models, tokenizers, _ = zip(*members(os.environ.get("ENSEMBLE", "out/ensemble")))
-    rows = encode_rows(list(zip(prompts, responses)), tokenizers[0], models[0].config.context)
-    rows = pad([prompt + response for prompt, response in rows], models[0].mean.device)
+    encode, eos, context = tokenizers[0].encode, tokenizers[0].eos, models[0].config.context
+    rows = [[*encode(x), *encode(y), eos][:context] for x, y in zip(prompts, responses)]
+    rows = pad(rows, models[0].mean.device)
     return torch.stack([model(*rows) for model in models])
 
 
@@ -65,7 +66,8 @@ def main():
         out = Path(config.out) / str(seed)
         copy_files(config.models, "sft.pt", out)
         flags = "--data", config.data, "--out", out, "--seed", seed, "--resume"
-        run_python(ROOT / "train_rm.py", *flags)
+        if not (out / "rm.pt").exists():
+            run_python(ROOT / "train_rm.py", *flags)
 
 
 if __name__ == "__main__":

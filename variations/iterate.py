@@ -12,6 +12,7 @@ of ppo.pt and one of sft.pt: P(a is chosen) = sigmoid(judge(a) - judge(b)). rm.p
 
 import json
 import random
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,20 +57,22 @@ def main():
             copy_files(config.models, "sft.pt", out)
             if not (out / "data").exists():
                 half_written = out / "half_written"
+                shutil.rmtree(half_written, ignore_errors=True)  # of a run that was stopped
                 copy_files(data, "pr*.jsonl", half_written)  # pairs and prompts
                 rows = map(json.dumps, new_pairs(out, prompts, config.pairs, config.seed + number))
                 with open(half_written / "pref_train.jsonl", "a") as file:
-                    print(*rows, sep="\n", file=file)
+                    print("", *rows, sep="\n", file=file)  # "": the last line may have no end
                 half_written.rename(out / "data")
             models, data = out, out / "data"
-            run_python(ROOT / "train_rm.py", *flags, data)
+            longest = "--max_new_tokens", settings_of_ppo(out)["max_new_tokens"]
+            run_python(ROOT / "train_rm.py", *flags, data, *longest)
 
 
 def new_pairs(out, prompts, count, seed):
     """-> rows like those of pref_train.jsonl: what ppo.pt and sft.pt answer, where they differ."""
     rng, answers = random.Random(seed), []
     asked = rng.choices(prompts, k=count)
-    settings = read_contents(out / "ppo_state.pt", ["state"])["settings"]
+    settings = settings_of_ppo(out)
     config = PPOConfig(settings["max_new_tokens"], settings["temperature"])
     torch.manual_seed(seed)
     for kind in ("ppo", "sft"):
@@ -78,6 +81,10 @@ def new_pairs(out, prompts, count, seed):
         _, texts = respond(model, model, no_score, ids, 1, tokenizer, config)
         answers.append(texts)
     return [label(rng, prompt, a, b) for prompt, a, b in zip(asked, *answers) if a != b]
+
+
+def settings_of_ppo(out):
+    return read_contents(out / "ppo_state.pt", ["state"])["settings"]
 
 
 def no_score(tokens, mask):

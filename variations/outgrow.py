@@ -90,6 +90,8 @@ def main(train=train_grpo):
     prompts = read_prompts(run.data, "train", models.tokenizer, context)
     if processes.is_main_process:
         prepare(run)
+        if (run.out / "ppo.pt").exists() and not run.overwrite:
+            raise UserError(f"{run.out}/ppo.pt: is there; give another --out, or --overwrite")
         for kind in ("sft", "rm"):
             export(f"{stage.models}/{kind}.pt", run.out / kind, run.overwrite)
     processes.wait_for_everyone()

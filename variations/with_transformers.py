@@ -139,7 +139,7 @@ def update(policy, optimizer, batch, config, micro_batch, autocast):
     over its tokens, so it counts by their number."""
     mask = batch["mask"]
     for _ in range(config.epochs):
-        for rows in torch.randperm(len(mask)).tensor_split(config.minibatches):
+        for rows in torch.randperm(len(mask)).tensor_split(min(config.minibatches, len(mask))):
             optimizer.zero_grad()
             for piece in rows.split(micro_batch):
                 part = {name: x[piece] for name, x in batch.items()}

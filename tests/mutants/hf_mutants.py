@@ -76,7 +76,12 @@ HF_MUTANTS = [
     ),
     Mutant(
         "an export over another model",
-        [("if (Path(folder) / name).exists() and not overwrite:", "if False:")],
+        [
+            (
+                "if Path(folder).is_dir() and any(Path(folder).iterdir()) and not overwrite:",
+                "if False:",
+            )
+        ],
         "save_pretrained(), which writes over what is there",
         "the model that a run began with is gone",
         HF + "a_model_that_is_there_is_replaced_on_request_alone",

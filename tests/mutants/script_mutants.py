@@ -323,7 +323,7 @@ SCRIPT_MUTANTS = [
     ),
     Mutant(
         "a run shortened to less than is done",
-        [("if least <= self.settings.get(name, -1) < old", "if self.settings.get(name, 99) < old")],
+        [("if self.settings[name] < least:", "if False:")],
         "settings that may change when a run goes on",
         "a run of 400 steps whose file says 100",
         STATE + "an_interrupted_run_may_end_earlier_than_it_was_to",
