@@ -27,7 +27,7 @@ test: .venv/ready
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --dist loadfile
 
 mutants: .venv/ready
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -v tests/mutants
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -vv tests/mutants
 
 bench: .venv/ready
 	$(BIN)/python -m bench.speed
