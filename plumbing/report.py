@@ -374,8 +374,8 @@ def print_report(report):
     print("\n" + " " * width + "".join(name.rjust(17) for name in names))
     for label, cells in rows.items():
         print(label.ljust(width) + "".join(cell.rjust(17) for cell in cells))
-    for note in report.get("notes", ()):
-        print(note)
+    if report.get("notes"):
+        print("", *report["notes"], sep="\n")
     print_limits(report, algorithm, ref)
     print("\nSamples, before and after:")
     width = max(len(ref), len(algorithm))
