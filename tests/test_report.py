@@ -456,6 +456,7 @@ best of 4                  1.67             0.93             0.64               
 GRPO                2.63 ± 0.01      1.47 ± 0.01      2.73 ± 0.01    1.000 ± 0.014     12.36 ± 0.01
 GRPO, unseen                  -      1.41 ± 0.01      2.57 ± 0.01                -                -
 best possible              3.00
+
 something of note
 and more
 
