@@ -67,7 +67,7 @@ import torch.nn.functional as F
 # train these very networks. Only attention is handed its rows in another form: plumbing/fast.py
 # leaves padding out, and keeps the keys and values of earlier tokens while it samples.)
 #
-# In the settings below, brackets hold the smallest and the largest value allowed.
+# In the settings below, brackets hold the range that the flags of the scripts allow.
 
 
 @dataclass
@@ -356,12 +356,12 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #    there is less noise if it is the *value*, the return to be expected in this state. What is
 #    left is the *advantage* A: how much better than expected did this action turn out? The network
 #    that predicts values is called the *critic*, and the policy the *actor*.
-# 3. Several gradient steps on the same responses. After the first one, the policy is no longer the
-#    one that sampled them, the *old* policy. The *ratio* pi / old corrects for that, choice by
-#    choice: E_old[ratio * A] = sum_a old(a) pi(a) / old(a) A(a) = E_pi[A]. (The tokens before are
-#    still those that old chose; that is not corrected.) Since grad ratio = ratio * grad log pi,
-#    at ratio 1, where an update begins, this has the gradient from above. Far from 1, a few tokens
-#    with a large ratio dominate the mean. So PPO clips the ratio.
+# 3. Several gradient steps on one batch, or on its parts. After the first one, the policy is no
+#    longer the one that sampled the responses, the *old* policy. The *ratio* pi / old corrects for
+#    that, choice by choice: E_old[ratio * A] = sum_a old(a) (pi(a) / old(a)) A(a) = E_pi[A]. (The
+#    tokens before are still those that old chose; that is not corrected.) Since grad ratio =
+#    ratio * grad log pi, at ratio 1, where an update begins, this has the gradient from above. Far
+#    from 1, a few tokens with a large ratio dominate the mean. So PPO clips the ratio.
 #
 # Do not confuse two policies: the old one sampled this batch, a few gradient steps ago. The
 # reference is the policy as PPO found it. The ratio compares pi with old; the KL, pi with ref.
@@ -374,10 +374,11 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #     k3 = q - 1 - log q    on average the KL, and never below 0          log
 #
 # (Schulman, "Approximating KL divergence".) k3: E_pi[q] = sum ref = 1, so q - 1 adds 0 on average;
-# and x - 1 >= log x. k2: its gradient is (log pi - log ref) grad log pi. The gradient of the KL of
-# one choice, while pi is still old, is sum_a grad pi (log pi - log ref); the rest of the product
-# rule, sum_a pi grad log pi, is 0 as above. k1: used as a loss, it teaches nothing, because
-# E[grad log pi] = 0. So it goes into the reward, as a plain number that multiplies grad log pi.
+# and x - 1 >= log x. k2: its gradient is grad log pi (log pi - log ref), whose mean over pi's
+# choices is sum_a grad pi (log pi - log ref), because pi grad log pi = grad pi. That is the
+# gradient of the KL of one choice: the rest of the product rule, sum_a pi grad log pi, is 0 as
+# above. k1: used as a loss, it teaches nothing, because E[grad log pi] = 0. So it goes into the
+# reward, as a plain number that multiplies grad log pi.
 
 
 def kl_per_response(logprobs, ref_logprobs, mask):
@@ -433,9 +434,9 @@ def whiten(x, mask):
     """Shift and scale x, (B, T-1), to mean 0 and standard deviation 1 over the mask; 0 elsewhere.
 
     The scale: so the policy's step does not depend on the scale of the scores. (A spread below 1e-4
-    is rounding, and not enlarged.) The shift is one more baseline: each action competes with the
-    average of the whole batch; below that, it becomes less probable even if A was positive. Returns
-    are never whitened: the values must learn their true size.
+    is rounding, and not enlarged to 1.) The shift is one more baseline: each action competes with
+    the average of the whole batch; below that, it becomes less probable even if A was positive.
+    Returns are never whitened: the values must learn their true size.
     """
     check_mask(mask, x)
     whitened = (x - x[mask].mean()) / x[mask].std(correction=0).clamp(min=1e-4)
@@ -451,8 +452,8 @@ def whiten(x, mask):
 #     A > 0    yes: pulled back up             yes            no: has risen enough
 #     A < 0    no: has fallen enough           yes            yes: pulled back down
 #
-# The loss is a mean over all tokens of the batch, where J has a sum over those of each response. That
-# changes the length of the step, and no direction.
+# The loss is a mean over all tokens of the batch, where J has a sum over those of each response.
+# That changes the length of the step, and no direction.
 
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
@@ -507,7 +508,7 @@ def adapt_kl_coef(kl_coef, kl, kl_target, responses, kl_horizon):
 #
 # A *rollout* is a batch of sampled responses and what is recorded of them, a dict: tokens (B, T);
 # scores, ended (B,); mask, old_logprobs, old_values, ref_logprobs (B, T-1). There is no old
-# network: the old policy lives on in old_logprobs and old_values. `credit` adds rewards, advantages,
+# network: the old policy lives on in old_logprobs, old_values. `credit` adds rewards, advantages,
 # whitened, returns (B, T-1). In ppo_loss, logprobs and values are those of the policy as it is now.
 
 
@@ -524,7 +525,7 @@ class PPOConfig:
     epochs: int = 1  # passes over each batch of responses [1, inf]
     minibatches: int = 4  # gradient steps per pass [1, inf]
     max_grad_norm: float = 1.0  # longer gradients are scaled down to this norm [0, inf]
-    clip_eps: float = 0.2  # a ratio gains nothing further from 1 than this; inf: no clip [0, inf]
+    clip_eps: float = 0.2  # no gain from a ratio further from 1 than this; inf: no clip [0, inf]
     value_clip: float = 0.2  # the same for a value and its old one; inf: no clip [0, inf]
     vf_coef: float = 0.1  # weight of the value loss; large, it disturbs the shared trunk [0, inf]
     entropy_coef: float = 0.0  # weight of a bonus for entropy, against settling early [0, inf]

@@ -40,8 +40,8 @@ class StageConfig:
     head_lr: float = 30.0  # of the value head, in multiples of --lr: it begins at 0 [0, inf]
     adam_eps: float = 1e-4  # Adam's epsilon: weights whose gradient is mere noise move less [0, 1]
     kl_target: float = 6.0  # KL in nats that an adaptive beta steers to [1e-6, inf]
-    kl_horizon: float = math.inf  # responses in which beta changes by a fifth; inf: no [1, inf]
-    ref_update_every: int = 0  # iterations after which ref becomes the policy; 0: never [0, inf]
+    kl_horizon: float = math.inf  # responses in which beta changes by a fifth; inf: never [1, inf]
+    ref_update_every: int = 0  # iterations after which ref is the policy of then; 0: never [0, inf]
     separate_critic: bool = False  # a value network of its own, started from the reward model
     critic_lr: float = 0.0  # peak learning rate of the separate critic; 0: --lr [0, inf]
     models: str = ""  # folder of sft.pt and rm.pt; the same as --out unless it is given
@@ -89,9 +89,9 @@ def main(credit=credit, loss_of=ppo_loss, name="PPO"):
     kl_coef = state.values.get("kl_coef", config.kl_coef)
     if state.step == 0:
         check_start(policy, ref, score, prompts, config, stage, run.dtype)
-    # In bfloat16, sampling and training round differently: then a second scoring makes them agree.
+    # In bfloat16, sampling rounds differently: then log pi is computed again, as the update does it.
     rollout = rollout_in_pieces(stage.rollout_batch, second_scoring=run.dtype != "float32")
-    # With --micro_batch, the loss goes backward in pieces, whose gradients add up.
+    # With --micro_batch, loss_of() calls backward() on each piece and frees it.
     loss_of = loss_in_pieces(loss_of, stage.micro_batch)
     watch = Watch(state, models, ref, config, stage)
     for step in state.steps_left(stage):

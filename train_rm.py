@@ -54,7 +54,9 @@ def main():
     model = RewardModel(sft).to(run.device).train()
     optimizer = adamw(model, config.lr, config.weight_decay)
     one_pass = len(pairs) / config.batch_size
-    schedule = Schedule(config.steps(len(pairs)), config.warmup, not config.epochs, one_pass)
+    schedule = Schedule(
+        config.steps(len(pairs)), config.warmup, automatic=not config.epochs, one_pass=one_pass
+    )
     print(f"training a reward model on {run.device}: {len(pairs):,} pairs")
 
     settings = settings_of(

@@ -55,14 +55,17 @@ def main():
     val_rows = read_ids(run.data, "sft", "val", tokenizer, model.config.context)
     optimizer = adamw(model, config.lr, config.weight_decay)
     one_pass = len(rows) / config.batch_size
-    schedule = Schedule(config.steps(len(rows)), config.warmup, not config.epochs, one_pass)
+    schedule = Schedule(
+        config.steps(len(rows)), config.warmup, automatic=not config.epochs, one_pass=one_pass
+    )
     size = sum(p.numel() for p in model.parameters()) / 1e6
     print(f"training a GPT of {size:.2f} M parameters on {run.device}: {len(rows):,} rows")
 
     data = fingerprint(rows, val_rows, tokenizer.tokens)
     settings = settings_of(run, config, model.config, data=data)
     state = State("sft", run, settings, model=model, optimizer=optimizer, schedule=schedule)
-    # With --micro_batch, the loss goes backward in pieces, whose gradients add up.
+    # With --micro_batch, loss_of() calls backward() on each piece and frees it, and the backward()
+    # below finds nothing left to do.
     loss_of = loss_in_pieces(sft_loss, config.micro_batch)
     best = run.out / "sft_best.pt"
     for step in state.steps_left(schedule):

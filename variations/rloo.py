@@ -37,6 +37,7 @@ def rloo_credit(batch, config, kl_coef, k):
     rewards = batch["scores"] - kl_coef * kl  # (B,)
     advantages = leave_one_out(rewards, k)[:, None] * mask  # (B, T-1)
     returns = rewards[:, None] * mask
+    # "whitened" is what the policy loss reads. Returns are for the log: no values learn from them.
     return {"advantages": advantages, "whitened": advantages, "returns": returns}
 
 
@@ -50,8 +51,8 @@ class RLOOConfig:
 
 
 def main():
-    flags = take_flags(__doc__, RLOOConfig())
-    refuse_flags(*GROUPS)
+    flags = take_flags(__doc__, RLOOConfig())  # train_ppo.py reads the others
+    refuse_flags(*GROUPS)  # they would have no effect
     sys.argv += ["--group_size", str(flags.k)]
     train_ppo.main(partial(rloo_credit, k=flags.k), rloo_loss, "RLOO")
 

@@ -10,7 +10,8 @@ In main(), put your own in place of
     prompts      texts; a prompt and max_new_tokens together must fit into the context
     score        text_score(a function of prompts and responses), or classifier_score(a classifier)
 
-and give train() smaller learning rates: lr 3e-6 and head_lr 1e-4 may do for a GPT-2. If memory is
+and give train() smaller learning rates: lr 3e-6 and head_lr (of the value head) 1e-4 may do for a
+GPT-2. If memory is
 short, lower micro_batch for the update, batch_size for sampling too; bfloat16=True helps both.
 
 Scores with a spread of about 1 suit kl_coef 0.1. For a given KL instead of a given price, change
@@ -122,7 +123,7 @@ def text_score(tokenizer, reward):
 
 def classifier_score(classifier):
     """The same for a GPT2ForSequenceClassification that has the policy's vocabulary, one label and
-    a pad_token_id. It scores a row at the last token that is no padding, so padding must be that.
+    a pad_token_id. It reads the score at the last token that is not pad_token_id.
     """
     classifier = frozen_copy(classifier)
 
@@ -143,7 +144,7 @@ def update(policy, optimizer, batch, config, micro_batch, autocast):
             optimizer.zero_grad()
             for piece in rows.split(micro_batch):
                 part = {name: x[piece] for name, x in batch.items()}
-                with autocast:  # opened anew: it keeps weights in 16 bits, which each step changes
+                with autocast:  # anew: it caches weights in 16 bits, and each step changes them
                     loss, stats = ppo_loss(policy, part, config)
                 (loss * stats["count"] / mask[rows].sum()).backward()
             gradient_step(optimizer, config.max_grad_norm)
