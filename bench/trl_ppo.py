@@ -74,4 +74,4 @@ def train(run, config, stage, flags, prompts, tokenizer, processes):
 
 
 if __name__ == "__main__":
-    run_script(lambda: outgrow.main(train))
+    run_script(lambda: outgrow.main(train, "TRL's PPO"))

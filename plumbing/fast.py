@@ -43,6 +43,7 @@ MIRRORED = {
     minippo.GPT.hidden: 3690955630,
     minippo.evaluate_actions: 1992712322,
     minippo.Trunk.forward: 1741382552,
+    minippo.response_mask: 1225906604,
     minippo.draw: 91013610,
     minippo.generate: 2341971242,
 }

@@ -26,7 +26,7 @@ from plumbing.tokenizer import printable, texts_of
 from plumbing.training import doubts, pair_scores
 
 PROMPTS = 1024, 128  # validation prompts at most, with a judge and without; or --report_prompts
-# For best of n and the optimum: one in so many of these prompts, with so many SFT responses to each
+# For best of n and the optimum: an eighth of these numbers of prompts, many SFT responses to each
 OPTIMUM_SHARE, OPTIMUM_SAMPLES = 8, 192
 # The betas of the optima, over the standard deviation of the scores
 RELATIVE_BETAS = 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0, 5.0

@@ -188,7 +188,8 @@ class State:
             raise UserError(f"{saved}; repeat that, or --overwrite it")
         for name, facts in self.made_from.items():
             if contents.get("made_from", {}).get(name) != facts:
-                change = f"{name}.pt has been made again since {self.path} was saved"
+                which = "the file of --reference" if name == "reference" else f"{name}.pt"
+                change = f"{which} has been made again since {self.path} was saved"
                 raise UserError(f"{change}; {again}")
         try:
             for name, part in self.parts.items():

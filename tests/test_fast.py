@@ -333,6 +333,7 @@ EDITS = {  # what is written instead of what; which functions fast.py then finds
     ),
     "trunk": ("return self.norm(x)", "return 2 * self.norm(x)", "Trunk.forward"),
     "draw": ("torch.multinomial(logits.softmax(-1), 1).squeeze(1)", "logits.argmin(-1)", "draw"),
+    "mask": (">= prompt_lengths[:, None])", ">= prompt_lengths[:, None] - 1)", "response_mask"),
     "sampler": ("token != policy.config.eos", "token != 3", "generate"),
 }
 

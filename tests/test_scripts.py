@@ -623,7 +623,7 @@ def test_a_second_round_starts_from_a_policy_and_may_have_another_reference(begu
     # A reference that has been made again is not the one that the run was measured against.
     assert ppo(begun, tmp_path, "--lr", 0.07, "--overwrite")[0] == 0
     again = ppo(begun, tmp_path / "from sft to last", "--reference", last, "--lr", 0, "--resume")
-    assert again[0] == 2 and "reference.pt has been made again" in again[2]
+    assert again[0] == 2 and "--reference has been made again" in again[2]
 
 
 def test_a_function_of_texts_serves_as_reward(begun, tmp_path, monkeypatch):

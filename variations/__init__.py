@@ -70,7 +70,7 @@ def copy_files(folder, pattern, out):
     """Copy the files that match: for instance sft.pt, which train_rm.py wants in its --out."""
     found = list(Path(folder).glob(pattern))
     if not found:
-        raise UserError(f"{folder}/{pattern}: not found; train_sft.py makes it")
+        raise UserError(f"{folder}/{pattern}: not found; train_sft.py or data/convert.py makes it")
     out.mkdir(parents=True, exist_ok=True)
     for path in found:
         copy = out / path.name

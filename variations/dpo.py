@@ -106,7 +106,8 @@ def main():
     state.finish()
     print(f"saved {run.out / 'ppo.pt'}{'' if stage.no_report else '; now the report'}")
     if not stage.no_report:
-        print_report(make_report(models, prompts, val_prompts, run, config, stage, "DPO"))
+        seen = [prompt for prompt, *_ in pairs]
+        print_report(make_report(models, seen, val_prompts, run, config, stage, "DPO"))
     print(f"open {write_page(run.out, stage.models)} in a browser to see the run")
 
 

@@ -74,7 +74,7 @@ def train_grpo(run, config, stage, flags, prompts, tokenizer, processes):
     trainer.save_state()  # the log, trainer_state.json
 
 
-def main(train=train_grpo):
+def main(train=train_grpo, name="TRL's GRPO"):
     if not find_spec("trl"):
         raise UserError("the package trl is missing; pip install trl==1.12.0")
     from accelerate import PartialState  # comes with it
@@ -101,7 +101,7 @@ def main(train=train_grpo):
         save_checkpoint(run.out / "ppo.pt", "ppo", models.policy, models.tokenizer)
         if not stage.no_report:
             val_prompts = read_prompts(run.data, "val", models.tokenizer, context)
-            report = make_report(models, prompts, val_prompts, run, config, stage, "TRL's GRPO")
+            report = make_report(models, prompts, val_prompts, run, config, stage, name)
             print_report(report)
 
 
