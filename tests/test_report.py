@@ -415,6 +415,7 @@ def test_notes_say_what_the_figures_do_not():
     assert "70.0 % of 9" in doubts[1] and doubts[2:] == [best]
     assert "change of +1.62 in score, +0.30 comes from the penalty" in noted(penalty=0.2)[1]
     assert "change of +1.62 in score, -0.25 comes" in noted(penalty=0.75)[1]
+    assert "optimality above 1" in noted(optimality=1.2)[1] and noted(optimality=1.05) == [best]
     assert noted(empty=0.125)[1] == "empty answers: 0.0% of reference, 12.5% of RLOO"
     assert "no optimality" in noted(optimality=None)[1]
 
