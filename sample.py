@@ -19,11 +19,10 @@ import torch
 import minippo
 from plumbing import fast
 from plumbing.checkpoints import load_checkpoint
-from plumbing.errors import UserError, run_script
+from plumbing.errors import UserError, printable, run_script
 from plumbing.hf import read_gpt2
 from plumbing.settings import read_flags
 from plumbing.token_table import TraceConfig, load_traced, print_table, trace_of
-from plumbing.tokenizer import printable
 
 
 @dataclass

@@ -9,6 +9,11 @@ class UserError(ValueError):
     """Something the user can put right. The scripts print it on one line and exit with status 2."""
 
 
+def printable(text, keep="\n"):
+    """The text with its control characters spelled out: no model may steer the terminal."""
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+
+
 def run_script(main):
     """Call main(). What a user can put right ends in one line and status 2, Ctrl-C in one line and
     status 130."""
@@ -22,8 +27,7 @@ def run_script(main):
         status, message = 2, explain(error)
         if not message:  # a mistake of ours: its traceback is wanted
             raise
-    # It may quote a file: no control character reaches the terminal.
-    message = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)
+    message = printable(message, keep="")  # it may quote a file
     print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
     sys.exit(status)
 

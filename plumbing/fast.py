@@ -285,11 +285,13 @@ def casts_kept(function):
     @functools.wraps(function)
     def wrapped(policy, *args, **kwargs):
         kind, dtype = policy.lm_head.weight.device.type, OPTIONS["dtype"]
+        if not dtype:
+            return function(policy, *args, **kwargs)
         frozen = [weight for weight in policy.parameters() if not weight.requires_grad]
         try:
             for weight in frozen:
                 weight.requires_grad_(True)
-            with torch.autocast(kind, dtype, enabled=False) if dtype else contextlib.nullcontext():
+            with torch.autocast(kind, dtype, enabled=False):
                 return function(policy, *args, **kwargs)
         finally:
             for weight in frozen:

@@ -18,11 +18,11 @@ import torch
 
 from data.convert import KEYS
 from minippo import evaluate_actions, score_responses
-from plumbing.errors import UserError
+from plumbing.errors import UserError, printable
 from plumbing.fast import generate
 from plumbing.files import read_log, write_file
 from plumbing.rows import encode_rows, load_jsonl, order_by_length, pad_completions, waiting
-from plumbing.tokenizer import printable, texts_of
+from plumbing.tokenizer import texts_of
 from plumbing.training import doubts, pair_scores
 
 PROMPTS = 1024, 128  # validation prompts at most, with a judge and without; or --report_prompts

@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 
 from minippo import PPOConfig, credit, kl_per_response, rollout, trace, whiten
-from plumbing.errors import UserError
+from plumbing.errors import UserError, printable
 from plumbing.models import load_models
-from plumbing.tokenizer import printable
 
 
 @dataclass

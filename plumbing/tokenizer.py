@@ -83,11 +83,6 @@ class Tokenizer:
         return cls(tokens)
 
 
-def printable(text):
-    """The text with its control characters spelled out: no model may steer the terminal."""
-    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
-
-
 def texts_of(tokenizer, tokens, mask):
     """Rows (B, T) and their masks (B, T-1) -> their prompts and their responses as text."""
     tokens, mask = tokens.cpu(), mask.cpu()  # at once: each row by itself would wait for the GPU

@@ -222,10 +222,10 @@ def test_in_a_browser_everything_is_there_and_a_token_shows_its_numbers(folder):
         (folder / "report.json").unlink()  # a run of another algorithm, that goes on
         write_jsonl(folder / "ppo.jsonl", [metric(1), metric(2)])
         few = {name: x for name, x in response(*BEE, 1).items() if name != "return"}
-        more = {"settings": SETTINGS | {"algorithm": "RLOO", "clip_eps": None}, "tracked": []}
+        more = {"settings": SETTINGS | {"algorithm": "REINFORCE"}, "tracked": []}
         write_jsonl(folder / "ppo_traces.jsonl", [trace(1, sampled=[few], **more)])
         text, charts = visit(*parts[1:])
-        assert "What RLOO did" in text and "2 of 60 iterations" in text and "Length" in charts
+        assert "What REINFORCE did" in text and "2 of 60 iterations" in text and "Length" in charts
         assert not re.search("PPO|Value loss|was expected", text)
         assert numbers().keys() == {*NUMBERS, "clip"} - {"reward", "value", "return"}
         own = {"algorithm": "DPO", "reference": "last.pt", "length_penalty": 0.5}

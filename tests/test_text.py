@@ -13,7 +13,7 @@ import torch
 from cli import write_rows
 from data.convert import held_out
 from plumbing import rows as rows_module
-from plumbing.errors import UserError
+from plumbing.errors import UserError, printable
 from plumbing.rows import (
     by_length,
     count_tokens,
@@ -26,7 +26,7 @@ from plumbing.rows import (
     read_rows,
     waiting,
 )
-from plumbing.tokenizer import Tokenizer, join_pairs, printable, texts_of
+from plumbing.tokenizer import Tokenizer, join_pairs, texts_of
 
 BYTES = Tokenizer.train([], 257)
 KINDS = [

@@ -198,7 +198,7 @@ SCRIPT_MUTANTS = [
     ),
     Mutant(
         "a message that steers the terminal",
-        [('"".join(c if c.isprintable() else ascii(c)[1:-1] for c in message)', "message")],
+        [('printable(message, keep="")', "message")],
         "errors that quote names from downloaded files",
         "whoever sends a file can clear the screen or write over what is on it",
         REFUSALS + "an_error_is_explained_in_one_line",
