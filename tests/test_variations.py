@@ -615,6 +615,23 @@ def started(monkeypatch):
     return calls
 
 
+def test_dpo_has_seen_the_prompts_of_its_pairs(models, tmp_path, monkeypatch):
+    seen = []
+
+    def report(models, trained_on, *rest):
+        seen.extend(trained_on)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("plumbing.report.make_report", report)
+    data = shutil.copytree(models / "data", tmp_path / "data")
+    write_rows(data / "prompts_train.jsonl", [{"prompt": "What does a bee eat?"}])  # for the log
+    folders = ["--data", data, "--models", models, "--out", tmp_path / "out"]
+    assert run("variations/dpo.py", *folders, *PPO, "--report_prompts", 2)[0] == 130
+    tokenizer = load_checkpoint(models / "sft.pt", ["sft"])[1]
+    rows = load_jsonl(models / "data" / "pref_train.jsonl", ["prompt"])
+    assert seen == [tokenizer.encode(prompt) for (prompt,) in rows]
+
+
 def test_an_ensemble_scores_by_the_mean_or_the_lowest_of_its_members(models, tmp_path, monkeypatch):
     rows = [("What does a bee eat?", " A bee eats nectar."), ("What?", ""), ("Do", " bees" * 40)]
     expected = []
