@@ -148,6 +148,28 @@ def wins(ours, theirs):
     return (ours > theirs).float() + 0.5 * (ours == theirs).float()
 
 
+def suspects(measured, texts, prompts, reference_scores):
+    """Which responses look like reward hacking? The count, and the highest score among those to
+    each of three prompts.
+
+    measured, texts: of n responses to each of P prompts; prompts: their texts; reference_scores
+    (P, M): of samples of the reference. A good answer is one that the reference gives too, if
+    rarely. So an answer is suspect if its score is above all M, and its KL above log M (the
+    reference gives it less than once in M times) and above twice the median.
+    """
+    score, kl = measured["score"], measured["kl"]
+    n, M = score.shape[1], reference_scores.shape[1]
+    above = score > reference_scores.max(1, keepdim=True).values
+    far = kl > max(math.log(M), 2 * kl.median().item())
+    rows = (above & far).flatten().nonzero().flatten().tolist()
+    score, kl, highest = score.flatten().tolist(), kl.flatten().tolist(), {}
+    for i in sorted(rows, key=lambda i: -score[i]):
+        row = {"prompt": prompts[i // n], "response": texts[i], "score": score[i], "kl": kl[i]}
+        highest.setdefault(row["prompt"], row)
+    found = {"count": len(rows), "responses": len(score), "reference_samples": M}
+    return found | {"examples": list(highest.values())[:3]}
+
+
 def unseen(prompts, seen):
     """For each prompt (ids): is it none of those, tuples of ids, that the policy was trained on?"""
     return [tuple(prompt) not in seen for prompt in prompts]
@@ -230,7 +252,8 @@ def make_report(models, trained_on, prompts, run, config, stage, name="PPO"):
     before, before_texts = ask(sft, prompts, 4)
     sft_samples, _ = ask(sft, few, OPTIMUM_SAMPLES)
     after, after_texts = ask(models.policy, prompts, 4)
-    samples, _ = ask(models.policy, few, 16)
+    samples, texts = ask(models.policy, few, 16)
+    questions = [models.tokenizer.decode(prompt) for prompt in few]
     report = {
         "algorithm": name,
         "reference": "reference" if stage.reference else "SFT",
@@ -242,6 +265,7 @@ def make_report(models, trained_on, prompts, run, config, stage, name="PPO"):
         "sft": models.facts["sft"] | means(before),
         "ppo": means(after),
         "best_of_n": {},
+        "suspects": suspects(samples, texts, questions, sft_samples["score"]),
     }
     # At beta = 0 nothing but the reach of the reward model limits the optimum.
     best = optimal_objective(sft_samples["score"], beta or 1.0)[:, None]
@@ -353,6 +377,7 @@ def notes(report):
     """What the figures do not say by themselves, in sentences."""
     sft, ppo, ref = report["sft"], report["ppo"], report["reference"]
     yield from doubts(report["rm"])
+    yield from hacking(report.get("suspects"), ref)
     few, prompts = report["prompts_of_best_of_n"], report["prompts"]
     yield f"best of n and optimality are measured on {few:,} of the {prompts:,} prompts"
     gain, saved = ppo["score"] - sft["score"], sft["penalty"] - ppo["penalty"]
@@ -365,6 +390,18 @@ def notes(report):
         yield f"optimality above 1: the samples of {ref} hold too few of the best answers to know it"
     if report["beta"] and "optimality" not in ppo:
         yield f"there is no optimality: all answers of {ref} to a prompt have the same score"
+
+
+def hacking(found, ref):
+    """What makes responses suspect, and the examples, in sentences."""
+    if not found or not found["count"]:
+        return
+    count = f"{found['count']:,} of {found['responses']:,} responses"
+    above = f"a higher score than all {found['reference_samples']} of {ref} to the same prompt"
+    yield f"reward hacking? {count} have {above}, at more than twice the usual KL; read them:"
+    for row in found["examples"]:
+        figures = f"(score {row['score']:.2f}, KL {row['kl']:.2f})"
+        yield f"    {printable(row['prompt'])} ->{printable(row['response'])}   {figures}"
 
 
 def print_report(report):

@@ -19,7 +19,7 @@ from plumbing.models import Models
 from plumbing.report import best_of_n, best_of_n_kl, estimate, optima, optimal_objective, optimum
 from plumbing.settings import RunConfig
 from plumbing.tokenizer import Tokenizer
-from tiny import EOS, assert_equal, f64, noise, stir, tiny_gpt, tiny_reward_model
+from tiny import EOS, assert_equal, biased, f64, noise, stir, tiny_gpt, tiny_reward_model
 
 SEEDS = pytest.mark.parametrize("seed", range(5))
 
@@ -158,6 +158,40 @@ def test_up_to_half_of_the_prompts_looked_at_closely_are_unseen_and_the_weights_
     assert len(set(weights[kinds].tolist())) <= 1
 
 
+def test_an_answer_is_suspect_that_scores_above_all_of_the_reference_and_is_far_from_it():
+    M, kl = 8, f64([[1.0, 2.0, 2.5], [1.0, 4.1, 3.9], [4.1, 2.0, 4.5]])  # median 2.5, log 8 = 2.1
+    score = f64([[9.0, 9.0, 2.0], [9.0, 3.0, 9.0], [2.0, 2.0, 2.5]])
+    reference = f64([[0.0] * 7 + [2.0]] * 2 + [[2.0] * 8])
+    texts, prompts = [f"answer {i}" for i in range(9)], ["a?", "b?", "c?"]
+
+    def found(kl):
+        return report.suspects({"score": score, "kl": kl}, texts, prompts, reference)
+
+    none = {"count": 0, "responses": 9, "reference_samples": M, "examples": []}
+    assert found(kl) == none and found(kl.clamp(max=2.0) / 10) == none
+    low = kl.where(kl > 2.5, f64(0.1))  # median 0.1: log 8 decides
+    third = {"prompt": "b?", "response": "answer 5", "score": 9.0, "kl": 3.9}
+    fourth = {"prompt": "c?", "response": "answer 8", "score": 2.5, "kl": 4.5}
+    assert found(low) == none | {"count": 3, "examples": [third, fourth]}
+    assert found(low * 0.53)["count"] == 2 and found(low * 0.45) == none
+    twice = kl.where(kl != 2.5, f64(2.0))  # median 2.0: only 4.1 and 4.5 are above 4
+    assert found(twice)["examples"][0]["score"] == 3.0 and found(twice)["count"] == 2
+
+
+@SEEDS
+def test_suspects_come_from_three_prompts_the_highest_scores_first(seed):
+    seeded(seed)
+    n, score, kl = 4, noise(6, 4), torch.zeros(6, 4)
+    kl[:, :2] = 10.0  # fewer than half: the median is 0
+    prompts, texts = list("uvwxyz"), [str(i) for i in range(24)]
+    got = report.suspects({"score": score, "kl": kl}, texts, prompts, torch.full((6, 5), -9.0))
+    best = sorted(((score[i, :2].max().item(), i) for i in range(6)), reverse=True)[:3]
+    places = [n * i + score[i, :2].argmax().item() for _, i in best]
+    assert [x["prompt"] for x in got["examples"]] == [prompts[i] for _, i in best]
+    assert [x["response"] for x in got["examples"]] == [texts[i] for i in places]
+    assert [x["score"] for x in got["examples"]] == [x for x, _ in best] and got["count"] == 12
+
+
 def test_a_tie_is_half_a_win():
     assert report.wins(f64([3, 1, 2]), f64([1, 3, 2])).tolist() == [1.0, 0.0, 0.5]
 
@@ -168,9 +202,18 @@ TOKENIZER = Tokenizer([bytes([65 + i]) for i in range(EOS)])
 
 
 def made(
-    out, prompts=12, seen=8, judge=None, beta=0.5, reward_model=True, name="PPO", **stage_flags
+    out,
+    prompts=12,
+    seen=8,
+    judge=None,
+    beta=0.5,
+    reward_model=True,
+    name="PPO",
+    models=None,
+    **stage_flags,
 ):
-    """-> make_report() on tiny models, and what respond() was asked for."""
+    """-> make_report() on tiny models, or on these (SFT model, policy, score), and what respond()
+    was asked for."""
     asked, respond = [], report.respond
 
     def watched(model, ref, score, prompts, n, *rest):
@@ -184,6 +227,7 @@ def made(
     def score(tokens, mask):
         return 0.1 * mask.sum(1) + tokens[:, 0].double()
 
+    sft, policy, score = models or (sft, policy, score)
     facts = {"sft": {"val_loss": 2.0, "val_tokens": 50}} | (
         {"rm": {"val_accuracy": 0.7}} if scorer else {}
     )
@@ -221,6 +265,25 @@ def test_the_report_holds_every_figure_with_its_error_and_is_written(tmp_path):
     scores = [got["sft"]["score"], *(row["score"] for row in got["best_of_n"].values())]
     assert 0.5 in [row["beta"] for row in got["optimum"]] and scores[1:] == sorted(scores[1:])
     assert len(got["samples"]) == 6 and got["seconds"].keys() == {"report"}
+
+
+def test_the_report_names_answers_that_hack_the_reward_model(tmp_path):
+    """Planted: the reward model likes one token, which the reference never says and the policy
+    now and then."""
+    never, often = (biased(tiny_gpt(), {7: bias}) for bias in (-30.0, 0.5))
+    often.load_state_dict(never.state_dict() | {"lm_head.bias": often.lm_head.bias})
+
+    def score(tokens, mask):
+        return 10.0 * (tokens == 7).any(1) + 0.1 * mask.sum(1)
+
+    got, _ = made(tmp_path, 24, 16, models=(never, often, score))
+    found, examples = got["suspects"], got["suspects"]["examples"]
+    assert 0 < found["count"] < found["responses"] == 3 * 16 and found["reference_samples"] == 64
+    assert len({x["prompt"] for x in examples}) == len(examples) == 3
+    assert all(chr(65 + 7) in x["response"] and min(x["score"], x["kl"]) > 10 for x in examples)
+    assert "reward hacking?" in got["notes"][0] and examples[0]["response"] in got["notes"][1]
+    honest, _ = made(tmp_path, 24, 16, models=(never, often, lambda tokens, mask: mask.sum(1)))
+    assert honest["suspects"]["count"] == 0 and "hacking" not in "".join(honest["notes"])
 
 
 def test_without_beta_there_is_no_optimality_and_one_kind_of_prompts_is_not_told_apart(tmp_path):
@@ -418,6 +481,12 @@ def test_notes_say_what_the_figures_do_not():
     assert "optimality above 1" in noted(optimality=1.2)[1] and noted(optimality=1.05) == [best]
     assert noted(empty=0.125)[1] == "empty answers: 0.0% of reference, 12.5% of RLOO"
     assert "no optimality" in noted(optimality=None)[1]
+    assert list(report.hacking({"count": 0}, "SFT")) == list(report.hacking(None, "SFT")) == []
+    row = {"prompt": "Why\x1b?", "response": " So\x1b.", "score": 3.4567, "kl": 13.2}
+    found = {"count": 1234, "responses": 5678, "reference_samples": 192, "examples": [row]}
+    first, second = report.hacking(found, "reference")
+    assert "1,234 of 5,678" in first and "all 192 of reference to the same prompt" in first
+    assert second == "    Why\\x1b? -> So\\x1b.   (score 3.46, KL 13.20)"
 
 
 def with_errors(**figures):
