@@ -14,15 +14,18 @@ divergence, is the mean of log pi(y | x) - log ref(y | x) over such y: how far t
 in nats (the unit of natural logarithms). Beta is the price of a nat. An iteration of PPO has four
 phases:
 
-    prompts --> policy           starts as the SFT model           1. samples responses,
-                ^  |                                                  with log pi of each token --+
-                |  +-> responses                                                                  |
-                |        |-> reward model    SFT model with a new     2. one score per response --+
-                |        |                   head, trained; frozen                                |
-                |        |-> reference       the SFT model; frozen       log ref of each token ---+
-                |        +-> value function  a second head on the        how much reward is       |
-                |                            policy, starts at 0         still to come? ----------+
-                +------------ 4. update: the clipped loss <--- 3. rewards, advantages <-----------+
+    prompts --> 1. policy --> responses, log pi -------------------------+
+                     ^            |                                      |
+                     |            +--> 2. reward model ----> scores -----+
+                     |            +-->    reference -------> log ref ----+
+                     |            +-->    value function --> values -----+
+                     |                                                   v
+                     +---- 4. update: the clipped loss <---- 3. rewards, advantages
+
+    policy            starts as the SFT model; trained                    log pi of each token
+    value function    a second head on the policy, starts at 0; trained   reward still to come
+    reference         the SFT model; frozen                               log ref of each token
+    reward model      the SFT model with a new head, trained; now frozen  one score per response
 
 Shapes: B rows in a batch, T columns, C channels, H attention heads, V tokens in the vocabulary.
 One convention holds everywhere. A row is a prompt, its response, then padding, and starts at column
@@ -40,7 +43,7 @@ that choice stands at index t. With the prompt "Bees eat", a score of 1.40 and b
     reward       .     -0.05   0.02   1.38   .              -beta * KL, and the last gets the score
     value        .      0.80   1.00   1.20   .              prediction: sum of the rewards to come
 
-The other rows belong to section 5. lam is a setting; the value after the last action counts as 0:
+Phase 3, section 5. lam is a setting; the value after the last action counts as 0:
 
     delta        .      0.15   0.22   0.18   .              reward + next value - value
     advantage    .      0.55   0.40   0.18   .              lam = 1: this and all later deltas
@@ -48,7 +51,17 @@ The other rows belong to section 5. lam is a setting; the value after the last a
     whitened     .      1.14   0.15  -1.29   .              mean 0, variance 1 (batch: this row)
     advantage    .      0.15   0.22   0.18   .              lam = 0: this delta alone
     return       .      0.95   1.22   1.38   .              advantage + value: reward + next value
-    whitened     .     -1.16   1.28  -0.12   .
+
+Phase 4, after a gradient step, with clip_eps and value_clip 0.2. A is whitened (lam = 1). Where the
+clipped product is the smaller one, the token has no gradient. The value at index 1, now 1.05, had
+0.80 and moves up to 1.00 at most: the larger error, (1.35 - 1.00)^2 = 0.12, has no gradient either.
+
+    log pi now   .     -0.25  -1.10  -0.40   .              of the same actions, after the step
+    ratio        .      1.28   1.11   0.74   .              pi / old = exp(log pi now - log pi)
+    clipped      .      1.20   1.11   0.80   .              the ratio, kept from 0.8 to 1.2
+    ratio * A    .      1.46   0.17  -0.96   .
+    clipped * A  .      1.37   0.17  -1.04   .              loss: minus the mean of the smaller ones
+    gradient     .      no     yes    no     .
 """
 
 import copy
@@ -64,8 +77,7 @@ import torch.nn.functional as F
 #
 # A GPT-2 (Radford et al., 2019). The policy adds a value head to it: one number per position. The
 # reward model has a score head in place of the vocabulary head: one number per row. (The scripts
-# train these very networks. Only attention is handed its rows in another form: plumbing/fast.py
-# leaves padding out, and keeps the keys and values of earlier tokens while it samples.)
+# train these very networks, and plumbing/fast.py hands attention its rows without padding.)
 #
 # In the settings below, brackets hold the range that the flags of the scripts allow.
 
@@ -207,8 +219,9 @@ class RewardModel(nn.Module):
 # 2. Log-probabilities and masks
 #
 # Sums and means run over response tokens alone: x[mask] picks these N tokens. So no position in a
-# prompt or in the padding has a term in a loss or a metric. From here to section 5, most functions
-# work when pasted elsewhere after `import torch`, together with those that they call.
+# prompt or in the padding has a term in a loss or a metric. One that leaks in would dilute a loss
+# (one more term in the mean), move mean and spread of whitening, so every advantage, and add to the
+# KL the log pi - log ref of a token that nobody chose.
 
 
 def check_mask(mask, *tensors):
@@ -257,10 +270,11 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0, with_entropy=True):
     """tokens (B, T), mask (B, T-1) -> logprobs of the actions taken, values of the states in which
     they were taken, and entropy of the choice there: (B, T-1) each, 0 outside the mask.
 
-    Log-probabilities and entropy are in nats, and those of softmax(logits / temperature). The mean
-    of -logprobs over the mask is the loss of SFT. The policy must have three attributes: lm_head;
-    value_head; and hidden(tokens), which returns two tensors (B, T, C), the input of lm_head and
-    the input of value_head.
+    Each action follows the tokens of the row, whatever the policy would have said (*teacher
+    forcing*). Log-probabilities and entropy are in nats, and those of softmax(logits /
+    temperature). The mean of -logprobs over the mask is the loss of SFT. The policy must have three
+    attributes: lm_head; value_head; and hidden(tokens), which returns two tensors (B, T, C), the
+    input of lm_head and the input of value_head.
     """
     check_mask(mask, tokens[:, 1:])
     states, actions = tokens[:, :-1], tokens[:, 1:]
@@ -318,8 +332,11 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
 # --------------------------------------------------------------------------------------------------
 # 4. The reward model's loss
 #
-# Bradley and Terry (1952): people prefer answer a to b with probability
-# sigmoid(score(a) - score(b)). At equal scores, both are preferred equally often.
+# Bradley and Terry (1952): people prefer answer a to b with probability sigmoid(score(a) -
+# score(b)). At equal scores, both are preferred equally often. Why pairs? People agree on which of
+# two answers is better more than on grades. Why a model? Nobody would grade the 76,800 responses of
+# train_ppo.py. They differ from the answers in the pairs (*distribution shift*). There the scores
+# may be wrong, which is why the KL has a price.
 
 
 def reward_model_loss(chosen_scores, rejected_scores):
@@ -342,29 +359,36 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #
 #     grad E[score] = grad sum_y p(y) score(y) = sum_y grad p(y) score(y)
 #                   = sum_y p(y) grad log p(y) score(y)             because grad p = p grad log p
-#                   = E[ grad log p(y) score(y) ]
+#                   = E[ grad log p(y) score(y) ]                   (the log-derivative trick)
 #
 # This is a mean over samples again. So: sample responses, and make each one more probable, or less,
-# in proportion to its score. log p(y) is the sum of log pi over the tokens of y, so the gradient of
-# each token's log pi is multiplied by a number, the score. Three changes lead from here to PPO:
+# in proportion to its score. (Sampling is the *exploration*: only what is tried can be learned.)
+# log p(y) is the sum of log pi over the *trajectory*, the states and actions of y. (Elsewhere the
+# environment adds factors. Here the next state is certain: the token is appended.) So each token's
+# grad log pi is multiplied by a number, the score. Which token deserves how much of the score? That
+# is the question of *credit assignment*. Three changes lead from here to PPO:
 #
 # 1. Only what comes after. Let tokens have rewards of their own (they will pay for their KL). A
 #    token cannot change the rewards before it. So its number is the sum of the rewards from it on,
 #    the *return*.
 # 2. A baseline. Something that does not depend on the action may be subtracted from the return. On
 #    average it changes nothing: sum_a pi(a) grad log pi(a) = grad sum_a pi(a) = grad 1 = 0. But
-#    there is less noise if it is the *value*, the return to be expected in this state. What is
-#    left is the *advantage* A: how much better than expected did this action turn out? The network
-#    that predicts values is called the *critic*, and the policy the *actor*.
-# 3. Several gradient steps on one batch, or on its parts. After the first one, the policy is no
-#    longer the one that sampled the responses, the *old* policy. The *ratio* pi / old corrects for
-#    that, choice by choice: E_old[ratio * A] = sum_a old(a) (pi(a) / old(a)) A(a) = E_pi[A]. (The
-#    tokens before are still those that old chose; that is not corrected.) Since grad ratio =
-#    ratio * grad log pi, at ratio 1, where an update begins, this has the gradient from above. Far
-#    from 1, a few tokens with a large ratio dominate the mean. So PPO clips the ratio.
+#    there is less noise if it is the *value* V, the return to be expected in this state. What is
+#    left is the *advantage* A: how much better than expected did this action turn out? (It
+#    estimates Q - V, with Q, the return to be expected after the action.) The network that predicts
+#    values is called the *critic*, and the policy the *actor*.
+# 3. Several gradient steps on one batch, or on its parts: for large models, sampling is slow. The
+#    first step is *on-policy*. After it, the policy is no longer the one that sampled, the *old*
+#    policy: the next steps are *off-policy*. The *ratio* pi / old corrects for that, choice by
+#    choice (*importance sampling*): E_old[ratio * A] = sum_a old(a) (pi(a) / old(a)) A(a) =
+#    E_pi[A]. (The tokens before are still those that old chose; that is not corrected.) Since grad
+#    ratio = ratio * grad log pi, at ratio 1, where an update begins, this has the gradient from
+#    above. Far from 1, a few tokens with a large ratio dominate the mean. So PPO clips the ratio.
 #
 # Do not confuse two policies: the old one sampled this batch, a few gradient steps ago. The
-# reference is the policy as PPO found it. The ratio compares pi with old; the KL, pi with ref.
+# reference is the policy as PPO found it. The ratio compares pi with old; the KL, pi with ref. It
+# has a direction: in KL(pi || ref), saying what ref hardly ever says is dear, and giving answers up
+# is cheap. KL(ref || pi) would keep alive all that ref says, mistakes too.
 
 # The KL is not computed but estimated, from the tokens that pi has sampled. With q = ref / pi,
 #
@@ -406,17 +430,18 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 def gae(rewards, values, mask, gamma, lam):
     """Generalised advantage estimation (arXiv:1506.02438): (B, T-1) each -> advantages, returns.
 
-    delta_t = r_t + gamma V_{t+1} - V_t: how much more is expected after the action than before? The
-    advantage also counts what is found out later (eq. 16), down to the end of the response:
+    delta_t = r_t + gamma V_{t+1} - V_t, the *temporal difference error*: how much more is expected
+    after the action than before? The advantage also counts what is found out later (eq. 16):
 
         A_t = delta_t + (gamma lam) delta_{t+1} + (gamma lam)^2 delta_{t+2} + ...
             = delta_t + (gamma lam) A_{t+1}
 
-    lam = 1 gives the sampled return less the value: right on average, and noisy. lam = 0 gives
-    delta alone: steady, and as wrong as the values are. (Below 1, the returns are estimates too,
-    made of rewards and values.) gamma below 1 makes a reward count less for each token that it lies
-    ahead; for text 1 is usual. No reward follows the last action, so the value of what comes after
-    it counts as 0, also where the length limit cut the response off.
+    lam = 1, the default, gives the sampled return less the value (*Monte Carlo*): right on average,
+    and noisy. lam = 0 gives delta alone, which takes the next value on trust (*bootstrap*): steady,
+    and as wrong as the values are. (Below 1, the returns are estimates too, made of rewards and
+    values.) gamma below 1 makes a reward count less for each token that it lies ahead; for text 1
+    is usual. No reward follows the last action, so the value of what comes after it counts as 0,
+    also where the length limit cut the response off.
     """
     check_mask(mask, rewards, values)
     rewards, values = torch.where(mask, rewards, 0.0), torch.where(mask, values, 0.0)
@@ -446,7 +471,9 @@ def whiten(x, mask):
 # The clip. For each token PPO maximises min(ratio * A, clipped ratio * A). A is whitened. Nothing
 # is gained by leaving the range from 1 - eps to 1 + eps on the side that A asks for. A ratio that
 # has left on the other side, moved by other tokens (all share the weights), is pulled back. The
-# range is no wall: one step can jump past it. There are six cases. Does a token have a gradient?
+# range is no wall, unlike a *trust region*: one step can jump past it. By default a batch is used
+# once, and the clip hardly acts; in four passes, optimality (README.md) falls from 0.91 to 0.52
+# without it (RESULTS.md). There are six cases. Does a token have a gradient?
 #
 #              ratio < 1 - eps                 in between     ratio > 1 + eps
 #     A > 0    yes: pulled back up             yes            no: has risen enough
@@ -480,9 +507,8 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
 def value_loss(values, old_values, returns, mask, clip):
     """Half the mean squared error of the values: (B, T-1) each -> scalar, stats.
 
-    Published code clips the values too, so that they do not follow one noisy batch too far. Say the
-    value at sampling was 0, the return is 1 and `clip` 0.2. Then a value of 0.3 has no gradient: it
-    has moved enough. One of 0.1 or -0.3 has one. On the default task this changes nothing.
+    Published code clips the values too, so that they do not follow one noisy batch too far: one
+    that has moved enough has no gradient (the header has an example). Here it changes nothing.
     """
     check_mask(mask, values, old_values, returns)
     values, old_values, returns = values[mask], old_values.detach()[mask], returns.detach()[mask]

@@ -41,7 +41,7 @@ from minippo import evaluate_actions, gather_logprobs
 MIRRORED = {
     minippo.Attention.attend: 1010978137,
     minippo.GPT.hidden: 3690955630,
-    minippo.evaluate_actions: 1992712322,
+    minippo.evaluate_actions: 950057032,
     minippo.Trunk.forward: 1741382552,
     minippo.response_mask: 1225906604,
     minippo.draw: 91013610,

@@ -83,7 +83,7 @@ def drawing():
     rows = {}
     for line in minippo.__doc__.split("    index t  ")[1].splitlines()[1:]:
         if line.startswith("    "):
-            name, cells = re.match(r" +((?:log )?\w+) +(.*)", line).groups()
+            name, cells = re.match(r" +(\S+(?: \S+)*)  +(.*)", line).groups()
             cells = [float(x) if re.fullmatch(r"-?\d+\.\d+", x) else x for x in cells.split()]
             rows[f"{name}, lam 0" if name in rows else name] = cells
     return rows
@@ -109,7 +109,24 @@ def test_the_numbers_in_the_drawing_are_what_the_functions_give():
         computed |= {"reward": x["rewards"], "return" + label: x["returns"]}
         computed |= {"advantage" + label: x["advantages"], "whitened" + label: x["whitened"]}
     computed["delta"] = computed["advantage, lam 0"]
-    assert rows.keys() == computed.keys() | {"tokens", "action", "mask"}
+    del computed["whitened, lam 0"]
+    now = f64([[0, *rows["log pi now"][1:4], 0]]).requires_grad_()
+    ratio, A = (now - batch["old_logprobs"]).exp(), computed["whitened"]
+    computed |= {"log pi now": now, "ratio": ratio, "clipped": ratio.clamp(0.8, 1.2)}
+    computed |= {"ratio * A": ratio * A, "clipped * A": ratio.clamp(0.8, 1.2) * A}
+    assert rows.keys() == computed.keys() | {"tokens", "action", "mask", "gradient"}
+    loss, _ = policy_loss(now, batch["old_logprobs"], A, batch["mask"], 0.2)
+    smaller = torch.min(computed["ratio * A"], computed["clipped * A"])
+    assert_equal(loss, -smaller[0, 1:4].mean())
+    loss.backward()
+    said = ["yes" if x else "no" for x in now.grad[0, 1:4]]
+    assert rows["gradient"][:5] == [".", *said, "."] and {*said} == {"yes", "no"}
+    value = f64([[1.05]]).requires_grad_()
+    loss, _ = value_loss(value, f64([[0.80]]), f64([[1.35]]), marks("x"), 0.2)
+    loss.backward()
+    assert "now 1.05, had\n0.80" in minippo.__doc__ and "= 0.12, has no" in minippo.__doc__
+    assert rows["return"][1] == 1.35 and rows["value"][1] == 0.80
+    assert value.grad.item() == 0 and round(2 * loss.item(), 2) == 0.12
     for name, x in computed.items():
         first, *cells, last = rows[name][:5]
         assert (first, last) == (".", ".") and cells == [round(v, 2) for v in x[0, 1:4].tolist()]
