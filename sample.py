@@ -6,7 +6,8 @@
 Without a prompt, each line of the standard input is one; with --whole, all of it is one. In place
 of out/ppo.pt, the folder of a GPT-2 in the Hugging Face format will do. --trace shows the numbers
 of each token, as PPO would compute them; the header of minippo.py explains them. (Whitened is over
-one response. There is no ratio: it exists in updates alone.)
+one response. There is no ratio: it exists in updates alone.) Then, for each token, the three
+likeliest others with their probabilities.
 """
 
 import functools
@@ -22,7 +23,7 @@ from plumbing.checkpoints import load_checkpoint
 from plumbing.errors import UserError, printable, run_script
 from plumbing.hf import read_gpt2
 from plumbing.settings import read_flags
-from plumbing.token_table import TraceConfig, load_traced, print_table, trace_of
+from plumbing.token_table import TraceConfig, load_traced, print_others, print_table, trace_of
 
 
 @dataclass
@@ -82,6 +83,7 @@ def main():
             print(" ", printable(tokenizer.decode(ids[response].tolist()).strip()), flush=True)
             if models:
                 print_table(trace, row, tokenizer, tracing.kl_coef)
+                print_others(trace, row, models, config.temperature)
     sys.exit(status)
 
 

@@ -1,4 +1,5 @@
-"""What sample.py --trace shows: the numbers of each token, as an iteration of PPO would compute them.
+"""What sample.py --trace shows: the numbers of each token, as an iteration of PPO would compute them,
+and what else could have been said.
 
 Settings that are no flag of sample.py are the defaults of train_ppo.py.
 """
@@ -8,7 +9,15 @@ from pathlib import Path
 
 import torch
 
-from minippo import PPOConfig, credit, kl_per_response, rollout, trace, whiten
+from minippo import (
+    PPOConfig,
+    at_least_float32,
+    credit,
+    kl_per_response,
+    rollout,
+    trace,
+    whiten,
+)
 from plumbing.errors import UserError, printable
 from plumbing.models import load_models
 
@@ -56,6 +65,35 @@ def print_table(batch, row, tokenizer, kl_coef):
     )
     for line in trace(batch, row, lambda token: column_text(tokenizer.spell(token))):
         print("    " + line)
+
+
+@torch.no_grad()
+def others(model, tokens, mask, temperature, count=3):
+    """The likeliest tokens other than those that were chosen, and their probabilities: tokens (T,),
+    mask (T-1,) with N actions -> (N, count) each."""
+    hidden, _ = model.hidden(tokens[None, :-1])
+    shares = (at_least_float32(model.lm_head(hidden[mask[None]])) / temperature).softmax(
+        -1
+    )  # (N, V)
+    shares.scatter_(1, tokens[1:][mask][:, None], -1.0)  # below all that were not chosen
+    found = shares.topk(count)
+    return found.indices, found.values
+
+
+def print_others(batch, row, models, temperature):
+    """A line for each token of a response: the three likeliest other tokens at this place, each with
+    its probability, under the policy and under the reference."""
+    tokens, mask = batch["tokens"][row], batch["mask"][row]
+    spell = models.tokenizer.spell
+    columns = []
+    for model in (models.policy, models.reference):
+        found = zip(*(x.tolist() for x in others(model, tokens, mask, temperature)))
+        columns.append(
+            ["  ".join(f"{column_text(spell(i))} {p:.2f}" for i, p in zip(*x)) for x in found]
+        )
+    print(f"    {'action':>10}  {'likeliest others, policy':40}  likeliest others, reference")
+    for token, *cells in zip(tokens[1:][mask].tolist(), *columns):
+        print(f"    {column_text(spell(token)):>10}  {cells[0]:40}  {cells[1]}")
 
 
 def column_text(text):

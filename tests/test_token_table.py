@@ -6,7 +6,14 @@ import torch
 from cli import run
 from minippo import GPT, GPTConfig, RewardModel, evaluate_actions, gae, generate, whiten
 from plumbing.checkpoints import save_checkpoint
-from plumbing.token_table import TraceConfig, column_text, load_traced, print_table, trace_of
+from plumbing.token_table import (
+    TraceConfig,
+    column_text,
+    load_traced,
+    print_others,
+    print_table,
+    trace_of,
+)
 from plumbing.tokenizer import Tokenizer
 from tiny import assert_equal, stir
 
@@ -63,6 +70,26 @@ def test_every_number_of_a_table_is_what_its_definition_gives(
     assert 0 < batch["ended"].sum() < 8
 
 
+@torch.no_grad()
+def test_the_others_are_the_likeliest_tokens_that_were_not_chosen(folder, capsys):
+    models, temperature = load_traced(folder / "ppo.pt", TraceConfig(trace=True)), 0.7
+    batch = trace_of(generate(models.policy, [[*b"Why?"], [*b"A bee?"]], 6), models, 1.0, 0.1)
+    for row, (ids, mask) in enumerate(zip(batch["tokens"], batch["mask"])):
+        print_others(batch, row, models, temperature)
+        head, *lines = capsys.readouterr().out.splitlines()
+        places = mask.nonzero().flatten().tolist()
+        assert "policy" in head and "reference" in head and len(lines) == len(places)
+        columns = head.index("likeliest"), head.rindex("likeliest")
+        for line, t in zip(lines, places):
+            assert line[: columns[0]].strip() == column_text(BYTES.spell(ids[t + 1].item()))
+            for model, start in zip((models.policy, models.reference), columns):
+                logits, _ = model(ids[None, : t + 1])
+                shares = (logits[0, -1] / temperature).softmax(-1)
+                best = [i for i in shares.argsort(descending=True).tolist() if i != ids[t + 1]][:3]
+                said = "  ".join(f"{column_text(BYTES.spell(i))} {shares[i]:.2f}" for i in best)
+                assert line[start:].startswith(said) and line[start + len(said) :][:1] in ("", " ")
+
+
 def test_a_trace_changes_no_response_and_what_is_missing_is_named(folder, tmp_path):
     path = tmp_path / "ppo.pt"
     path.write_bytes((folder / "sft.pt").read_bytes())
@@ -70,6 +97,7 @@ def test_a_trace_changes_no_response_and_what_is_missing_is_named(folder, tmp_pa
     traced = run("sample.py", *flags, "--trace", "--models", folder)[1]
     lines = [line for line in traced.splitlines() if not line.startswith("    ")]
     assert lines == run("sample.py", *flags)[1].splitlines()
+    assert traced.count("likeliest others, policy") == 2
     assert traced.count("KL 0.00  beta 0.1\n") == 2 and "-0.00" not in traced
     for given, flags, says in (
         (path, ["--trace"], f"{tmp_path / 'sft.pt'}: not found"),
