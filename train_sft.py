@@ -9,12 +9,10 @@ completion, its end-of-text token included, given the prompt. Writes out/sft.pt.
 
 from dataclasses import dataclass
 
-import torch
-
 from minippo import GPTConfig, evaluate_actions, gradient_step, masked_mean
 from plumbing.checkpoints import load_weights, save_checkpoint
 from plumbing.errors import run_script
-from plumbing.rows import by_length, count_tokens, encode_rows, pad_completions, read_ids, read_rows
+from plumbing.rows import count_tokens, encode_rows, pad_completions, read_ids, read_rows
 from plumbing.settings import RunConfig, prepare, read_flags
 from plumbing.state import Schedule, State, fingerprint, settings_of
 from plumbing.training import (
@@ -25,6 +23,7 @@ from plumbing.training import (
     loss_in_pieces,
     set_lr,
     spread_over,
+    validate,
     warn_of_long_answers,
 )
 
@@ -90,25 +89,6 @@ def main():
     print(schedule.ending())
     error = "" if facts["val_loss_se"] is None else f" ± {facts['val_loss_se']:.4f}"
     print(f"saved {run.out / 'sft.pt'}: validation loss {facts['val_loss']:.4f}{error} nats/token")
-
-
-@torch.no_grad()
-def validate(model, rows, device, micro_batch):
-    """The mean loss over all tokens of the rows, and its standard error."""
-    model.eval()
-    nats, counts = [], []
-    for part in by_length(rows, micro_batch or 64):
-        tokens, mask = pad_completions(part, device)
-        logprobs, _, _ = evaluate_actions(model, tokens, mask, with_entropy=False)
-        nats.append(-logprobs.sum(1))
-        counts.append(mask.sum(1))
-    model.train()
-    nats, counts = torch.cat(nats), torch.cat(counts)
-    loss = nats.sum() / counts.sum()
-    error = None
-    if len(nats) > 1:  # the loss is a ratio of two sums over rows
-        error = ((nats - loss * counts).std() * len(nats) ** 0.5 / counts.sum()).item()
-    return {"val_loss": loss.item(), "val_loss_se": error, "val_tokens": int(counts.sum())}
 
 
 def make_default_data(run):

@@ -23,7 +23,7 @@ from plumbing.fast import generate
 from plumbing.files import read_log, write_file
 from plumbing.rows import encode_rows, load_jsonl, order_by_length, pad_completions, waiting
 from plumbing.tokenizer import texts_of
-from plumbing.training import doubts, pair_scores
+from plumbing.training import doubts, pair_scores, spread_over, validate
 
 PROMPTS = 1024, 128  # validation prompts at most, with a judge and without; or --report_prompts
 # For best of n and the optimum: an eighth of these numbers of prompts, many SFT responses to each
@@ -170,6 +170,12 @@ def suspects(measured, texts, prompts, reference_scores):
     return found | {"examples": list(highest.values())[:3]}
 
 
+def distinct(texts, n, shown=16):
+    """texts: n answers to each of P prompts -> (P,): the share of different ones among `shown`."""
+    parts = [texts[i : i + n][:shown] for i in range(0, len(texts), n)]
+    return torch.tensor([len(set(part)) / len(part) for part in parts])
+
+
 def unseen(prompts, seen):
     """For each prompt (ids): is it none of those, tuples of ids, that the policy was trained on?"""
     return [tuple(prompt) not in seen for prompt in prompts]
@@ -188,6 +194,17 @@ def spread_out(prompts, seen, n):
     chosen = [first, kinds[1][: n - len(first)]]
     weights = [len(kind) / len(part) for kind, part in zip(kinds, chosen) for _ in part]
     return chosen[0] + chosen[1], torch.tensor(weights, dtype=torch.float64)
+
+
+def imitation(models, run):
+    """How well the policy still imitates: the loss of stage 1, on at most 1,000 validation rows."""
+    if not (run.data / "sft_val.jsonl").exists():
+        return {}
+    rows = load_jsonl(run.data / "sft_val.jsonl", KEYS["sft"])
+    rows = encode_rows(spread_over(rows, 1000), models.tokenizer, models.policy.config.context)
+    figures = validate(models.policy, rows, run.device, 0) if rows else {}
+    models.policy.eval()
+    return figures
 
 
 @torch.no_grad()
@@ -250,7 +267,7 @@ def make_report(models, trained_on, prompts, run, config, stage, name="PPO"):
         return measured, texts
 
     before, before_texts = ask(sft, prompts, 4)
-    sft_samples, _ = ask(sft, few, OPTIMUM_SAMPLES)
+    sft_samples, sft_texts = ask(sft, few, OPTIMUM_SAMPLES)
     after, after_texts = ask(models.policy, prompts, 4)
     samples, texts = ask(models.policy, few, 16)
     questions = [models.tokenizer.decode(prompt) for prompt in few]
@@ -283,6 +300,9 @@ def make_report(models, trained_on, prompts, run, config, stage, name="PPO"):
         names = [name for name in ("judge", "score") if name in sft_samples]
         figures = {x: best_of_n(sft_samples["score"], sft_samples[x], n) for x in names}
         report["best_of_n"][str(n)] = means(figures, weights) | {"kl": best_of_n_kl(n)}
+    for kind, x in (("sft", sft_texts), ("ppo", texts)):
+        report[kind] |= estimate("distinct", distinct(x, len(x) // len(few)), weights)
+    report["ppo"] |= imitation(models, run)
     report["optimum"] = optima(sft_samples, beta, weights)
     report["notes"] = list(notes(report))
     if judge:
@@ -431,11 +451,16 @@ def print_limits(report, algorithm, ref):
     if "above_entropy" in sft:
         floor = f"the entropy of the same rows, {sft['entropy_floor']:.4f}"
         print(f"    {number(sft, 'above_entropy', 4)} above {floor}")
+    if "val_loss" in ppo:
+        aim = "it imitates less, bad demonstrations included"
+        print(f"    after {algorithm} {number(ppo, 'val_loss', 4)}: {aim}")
     if rm:
         print(f"reward model, validation pairs right {number(rm, 'val_accuracy', 4)}")
     if "below_ceiling" in rm:
         ceiling = f"the judge on the same pairs, {rm['label_ceiling']:.4f}"
         print(f"    {number(rm, 'below_ceiling', 4)} below {ceiling}")
+    shares = f"{ref} {number(sft, 'distinct', 2)}, {algorithm} {number(ppo, 'distinct', 2)}"
+    print(f"share of different answers among 16 to one prompt: {shares}")
     if "win_rate_vs_sft" in ppo:
         rate = number(ppo, "win_rate_vs_sft", 3)
         print(f"{algorithm} wins against {ref} {rate} (by the judge, ties half)")

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 
 import minippo
-from minippo import GPT
+from minippo import GPT, evaluate_actions
 from plumbing import fast
 from plumbing.errors import UserError
-from plumbing.rows import length_of_most, pad
+from plumbing.rows import by_length, length_of_most, pad, pad_completions
 from plumbing.tokenizer import Tokenizer
 
 
@@ -111,6 +111,25 @@ def doubts(facts):
     if accuracy < 0.5 + 1 / math.sqrt(pairs):  # by chance a half is right, ± 0.5 / sqrt(pairs)
         right = f"{100 * accuracy:.1f} % of {pairs:,} validation pairs right"
         yield f"warning: {right} is not clearly better than chance; the reward may be noise"
+
+
+@torch.no_grad()
+def validate(model, rows, device, micro_batch):
+    """The loss of SFT, a mean over all tokens of the completions, and its standard error."""
+    model.eval()
+    nats, counts = [], []
+    for part in by_length(rows, micro_batch or 64):
+        tokens, mask = pad_completions(part, device)
+        logprobs, _, _ = evaluate_actions(model, tokens, mask, with_entropy=False)
+        nats.append(-logprobs.sum(1))
+        counts.append(mask.sum(1))
+    model.train()
+    nats, counts = torch.cat(nats), torch.cat(counts)
+    loss = nats.sum() / counts.sum()
+    error = None
+    if len(nats) > 1:  # the loss is a ratio of two sums over rows
+        error = ((nats - loss * counts).std() * len(nats) ** 0.5 / counts.sum()).item()
+    return {"val_loss": loss.item(), "val_loss_se": error, "val_tokens": int(counts.sum())}
 
 
 # Optimizer and learning rate

@@ -62,8 +62,10 @@ REPORT = {
     "best_judge": 3.0,
     "seconds": {"sft": 78.0, "rm": 132.0, "ppo": 30.0},
     "sft": measured(judge=-0.33, score=-0.01, penalty=0.25, kl=0, eos_rate=1, above_entropy=0.02)
+    | measured(distinct=0.94, val_loss=0.507)
     | {"entropy_floor": 0.4862},
-    "ppo": measured(judge=2.63, score=1.47, penalty=0.0, kl=2.73, eos_rate=0.987, optimality=0.86),
+    "ppo": measured(judge=2.63, score=1.47, penalty=0.0, kl=2.73, eos_rate=0.987, optimality=0.86)
+    | measured(distinct=0.51, val_loss=1.93),
     "ppo_unseen": {"prompts": 50} | measured(score=1.41, kl=2.57, optimality=0.834),
     "rm": measured(below_ceiling=0.0088) | {"label_ceiling": 0.8265, "label_loss_floor": 0.3653},
     "best_of_n": {"4": measured(judge=1.67, score=0.93) | {"kl": 0.636}},

@@ -178,6 +178,7 @@ def test_in_a_browser_everything_is_there_and_a_token_shows_its_numbers(folder):
                 "0.834 ± 0.010",
             ),
             *("0.0088 ± 0.0100", "at 48 tokens loses 1", "pushed up", "A bee.", "% of responses"),
+            *("different answers", "0.51 ± 0.01", "SFT loss", "1.93 ± 0.01"),
             *("something of note <b>", "penalty", "what the policy is trained on"),
             *("A frozen copy of the SFT model is the reference", "8 responses in each"),
         ):

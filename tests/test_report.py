@@ -265,6 +265,34 @@ def test_the_report_holds_every_figure_with_its_error_and_is_written(tmp_path):
     scores = [got["sft"]["score"], *(row["score"] for row in got["best_of_n"].values())]
     assert 0.5 in [row["beta"] for row in got["optimum"]] and scores[1:] == sorted(scores[1:])
     assert len(got["samples"]) == 6 and got["seconds"].keys() == {"report"}
+    assert 0 < got["ppo"]["distinct"] <= 1 and 0 < got["sft"]["distinct"] < 1
+    assert "val_loss" not in got["ppo"]  # there are no demonstrations
+
+
+def test_the_policy_is_tried_on_the_demonstrations_too(tmp_path):
+    rows = [("A", "BC"), ("BA", ""), ("", "B"), ("A", "B" * 9), ("AB", "CAB")]
+    write_rows(tmp_path, sft_val=rows)
+    got, _ = made(tmp_path, 24, 16)
+    kept = [([65], [66, 67]), ([66, 65], []), ([65], [66] * 9), ([65, 66], [67, 65, 66])]
+    torch.manual_seed(0)
+    policy = (tiny_gpt(), tiny_reward_model())[0]
+    policy = stir(frozen_copy(policy), 0.05)
+    nats, count = 0.0, 0
+    for prompt, completion in kept:
+        ids = [i - 65 for i in (*prompt, *completion)] + [EOS]
+        mask = (torch.arange(1, len(ids)) >= len(prompt))[None]
+        logprobs, _, _ = evaluate_actions(policy, torch.tensor([ids]), mask)
+        nats, count = nats - logprobs.sum().item(), count + int(mask.sum())
+    assert got["ppo"]["val_loss"] == pytest.approx(nats / count)
+    assert got["ppo"]["val_tokens"] == count and got["sft"]["val_loss"] == 2.0
+
+
+def test_distinct_answers_are_counted_among_the_first_sixteen_of_each_prompt():
+    texts = ["a", "b", "a", "c"] + ["a"] * 4
+    assert report.distinct(texts, 4).tolist() == [0.75, 0.25]
+    assert report.distinct(texts, 4, shown=2).tolist() == [1.0, 0.5]
+    assert report.distinct([str(i) for i in range(40)], 20).tolist() == [1.0, 1.0]
+    assert report.distinct([*"abcdefghijklmnop", "p", "p"], 18).tolist() == [1.0]
 
 
 def test_the_report_names_answers_that_hack_the_reward_model(tmp_path):
@@ -501,7 +529,13 @@ REPORT = {
     "best_judge": 3.0,
     "seconds": {"sft": 78.4, "report": 45.6},
     "sft": with_errors(
-        judge=-0.33, score=0.01, kl=0.0, eos_rate=1.0, response_length=9.9, val_loss=0.507
+        judge=-0.33,
+        score=0.01,
+        kl=0.0,
+        eos_rate=1.0,
+        response_length=9.9,
+        val_loss=0.507,
+        distinct=0.94,
     ),
     "ppo": with_errors(
         judge=2.63,
@@ -511,6 +545,8 @@ REPORT = {
         response_length=12.36,
         win_rate_vs_sft=0.906,
         optimality=0.86,
+        distinct=0.51,
+        val_loss=1.93,
     ),
     "ppo_seen": with_errors(optimality=0.87),
     "ppo_unseen": {"prompts": 50} | with_errors(score=1.41, kl=2.57, optimality=0.834),
@@ -532,8 +568,10 @@ and more
 
 SFT validation loss 0.5070 ± 0.0140 nats/token
     0.0207 ± 0.0140 above the entropy of the same rows, 0.4862
+    after GRPO 1.9300 ± 0.0140: it imitates less, bad demonstrations included
 reward model, validation pairs right 0.8177 ± 0.0140
     0.0088 ± 0.0140 below the judge on the same pairs, 0.8265
+share of different answers among 16 to one prompt: reference 0.94 ± 0.01, GRPO 0.51 ± 0.01
 GRPO wins against reference 0.906 ± 0.014 (by the judge, ties half)
 optimality 0.860 ± 0.014: how much of the way GRPO has come from reference
     to the largest score - 0.1 KL that any policy can have
@@ -554,8 +592,9 @@ def test_the_report_is_printed(capsys):
 
 
 def test_what_a_report_has_not_is_not_printed(capsys):
-    bare = {"score": 0.5, "kl": 0.0, "val_loss": 2.0}
-    small = {"sft": bare, "ppo": bare | {"eos_rate": 0.5}, "rm": {}, "best_of_n": {}, "beta": 0.0}
+    bare = {"score": 0.5, "kl": 0.0, "distinct": 0.5}
+    small = {"sft": bare | {"val_loss": 2.0}, "ppo": bare | {"eos_rate": 0.5}}
+    small |= {"rm": {}, "best_of_n": {}, "beta": 0.0}
     report.print_report(small | {"samples": [], "seconds": {}})
     table, limits = capsys.readouterr().out.split("\n\n")[:2]
     assert [line.split() for line in table.splitlines()[1:]] == [
@@ -563,7 +602,8 @@ def test_what_a_report_has_not_is_not_printed(capsys):
         ["SFT", "0.50", "0.00", "-", "-"],
         ["PPO", "0.50", "0.00", "0.500", "-"],
     ]
-    assert limits == "SFT validation loss 2.0000 nats/token"
+    shares = "share of different answers among 16 to one prompt: SFT 0.50, PPO 0.50"
+    assert limits == f"SFT validation loss 2.0000 nats/token\n{shares}"
 
 
 def test_the_seconds_are_those_of_the_last_lines_of_the_logs(tmp_path):
