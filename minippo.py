@@ -757,5 +757,10 @@ def main():
     print("\n".join(trace(batch, 0, letters.__getitem__)))
 
 
+# What `uv run minippo.py` installs:
+# /// script
+# requires-python = ">=3.10"
+# dependencies = ["torch==2.13.0", "numpy>=1.26"]
+# ///
 if __name__ == "__main__":
     main()

@@ -61,6 +61,14 @@ def test_the_numbers_are_those_of_the_header(notes):
     assert value == "1.00" and said(notes, "margin = chosen_scores")["margin"] == "1.20"
 
 
+def test_the_lines_of_the_readme_are_those_of_the_page(notes):
+    readme = (Path(minippo.__file__).parent / "README.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^ {4,}(\S.*?) {3,}(\w+) +((?:[\d.]+[ |]*)+)$", readme, re.MULTILINE)
+    assert [name for _, name, _ in lines] == ["t", "delta", "advantage", "advantages"]
+    for code, name, numbers in lines:
+        assert said(notes, code)[name] == numbers
+
+
 def test_a_loop_has_a_column_for_each_turn_and_a_mask_is_drawn(notes):
     assert said(notes, "for t in reversed(")["t"] == "4 | 3 | 2 | 1 | 0"
     assert said(notes, "delta = rewards[:, t]")["delta"] == "0.00 | 0.18 | 0.22 | 0.15 | 0.80"

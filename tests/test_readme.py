@@ -12,7 +12,15 @@ import torch.nn.functional as F
 from bench.memory import needed
 from bench.tables import ROOT, TEXTS, load, splice, tables
 from cli import run
-from minippo import GPT, GPTConfig, evaluate_actions
+from minippo import (
+    GPT,
+    GPTConfig,
+    RewardModel,
+    evaluate_actions,
+    frozen_copy,
+    gae,
+    generate,
+)
 from plumbing import fast
 
 TEXT = {name: (ROOT / name).read_text(encoding="utf-8") for name in TEXTS}
@@ -74,3 +82,47 @@ def test_a_gradient_step_keeps_what_the_formula_of_the_memory_table_says(rows, p
     expected = needed(layers, channels, rows, prompt, new)["activations"]
     logits = 4 * rows * new * 257
     assert sum(kept.values()) - logits == pytest.approx(expected, rel=0.15)
+
+
+EXERCISES = (ROOT / "tests" / "EXERCISES.md").read_text(encoding="utf-8")
+
+
+def test_the_expressions_of_the_exercises_choose_tests_of_the_function():
+    source = (ROOT / "tests" / "test_minippo.py").read_text(encoding="utf-8")
+    tests = re.findall(r"(?m)^def (test_\w+)\((?:.|\n)*?(?=^def |\Z)", source)
+    bodies = dict(re.findall(r"(?m)^def (test_\w+)(\((?:.|\n)*?)(?=^@|^def |\Z)", source))
+    rows = re.findall(r"(?m)^\| `(\w+)` \| `(.+)` \|$", EXERCISES)
+    assert len(rows) == 13
+    for function, expression in rows:
+        chosen = [[name for name in tests if part in name] for part in expression.split(" or ")]
+        assert all(chosen) and any(function in bodies[x] for x in sum(chosen, [])), function
+
+
+def test_the_tests_that_the_answers_name_are_there():
+    files = ("test_minippo.py", "test_exact.py")
+    source = "".join((ROOT / "tests" / name).read_text(encoding="utf-8") for name in files)
+    names = re.findall(r"`(test_\w+)`", EXERCISES)
+    assert len(names) == 12 and all(f"def {name}(" in source for name in names)
+
+
+def test_the_loop_with_faults_runs():
+    (code,) = re.findall(r"```python\n(.*?)```", EXERCISES, re.DOTALL)
+    torch.manual_seed(0)
+    config = GPTConfig(27, context=60, layers=1, channels=16, heads=2)
+    sft_model = GPT(config)
+    names = {"config": config, "sft_model": sft_model, "reward_model": RewardModel(sft_model)}
+    names |= {"batches": [[[1], [2, 3]]], "beta": 0.1, "torch": torch, "GPT": GPT}
+    setup, loop = code.split("for prompts in", 1)
+    names |= {f.__name__: f for f in (frozen_copy, generate, evaluate_actions, gae)}
+    exec(setup, names)
+    names["optimizer"] = torch.optim.AdamW(names["policy"].parameters(), 1e-3)
+    exec("for prompts in" + loop, names)
+    assert torch.isfinite(names["policy_term"]) and names["ratio"].shape == names["mask"].shape
+
+
+def test_uv_installs_what_the_project_installs():
+    text = (ROOT / "minippo.py").read_text(encoding="utf-8")
+    (block,) = re.findall(r"(?m)^# /// script\n((?:# .*\n)*?)# ///$", text)
+    needed = re.findall(r'"([\w.=>]+)"', block.split("dependencies")[1])
+    assert len(needed) == 2 and {*needed} <= {*(ROOT / "requirements.txt").read_text().split()}
+    assert 'requires-python = ">=3.10"' in block
