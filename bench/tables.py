@@ -164,14 +164,16 @@ def tables_of_seeds(results):
         row = [cell(pair(report, part, name), n) for _, part, name, n in columns]
         ppo, sft = report["ppo"]["judge"], report["sft"]["judge"]
         row.insert(2, cell((ppo - sft) / (report["best_judge"] - sft)))
-        facts = str(report.get("slips_above", ""))
-        suspects = cell(100 * report["suspects"], 1)
-        rows.append([label, *row, str(report["jumps"]), facts, suspects])
+        row.append(str(report["jumps"]))
+        if "suspects" in report:
+            row += [str(report.get("slips_above", "")), cell(100 * report["suspects"], 1)]
+        rows.append([label, *row])
     head = [name for name, *_ in columns]
     head.insert(2, "judge, share of the way to 3")
-    out["seeds"] = table(
-        ["seed", *head, "jumps of the KL", "facts with a slip on top", "suspect answers, %"], rows
-    )
+    head.append("jumps of the KL")
+    if "suspects" in reports["0"]:
+        head += ["facts with a slip on top", "suspect answers, %"]
+    out["seeds"] = table(["seed", *head], rows)
 
     names = ("judge", "score", "kl", "eos_rate", "response_length")
     systems = {

@@ -12,6 +12,7 @@ import pytest
 from cli import ROOT, run
 from plumbing.errors import UserError
 from plumbing.page import curve, write_page
+from bench import screenshot
 from runs import BEE, REPORT, RUDE, SETTINGS, metric, response, trace, write_jsonl, write_run
 from tiny import inf, nan
 
@@ -213,6 +214,12 @@ def test_in_a_browser_everything_is_there_and_a_token_shows_its_numbers(folder):
         largest = page.locator(".token").nth(5)
         assert "rgb(var(--up) / 1.000)" in largest.get_attribute("style")
         assert largest.inner_text() == "end"
+        screenshot.take(page, folder / "tokens.png")
+        assert (folder / "tokens.png").read_bytes()[1:4] == b"PNG"
+        assert page.inner_text("#when") == "iteration 10 of 60"
+        value = response(*BEE, 10)["value"][4]
+        assert numbers()["value"] == f"{value:.3f}".replace("-", "−")
+        assert not page.locator("#detail ol").is_visible()
         page.locator("#kind").select_option("sampled")
         assert page.locator(".response").count() == 1
         page.locator("#ppo .plot").nth(1).hover(position={"x": 200, "y": 50})

@@ -98,11 +98,13 @@ def test_the_expressions_of_the_exercises_choose_tests_of_the_function():
         assert all(chosen) and any(function in bodies[x] for x in sum(chosen, [])), function
 
 
-def test_the_tests_that_the_answers_name_are_there():
-    files = ("test_minippo.py", "test_exact.py")
+def test_the_tests_and_the_bugs_that_the_texts_name_are_there():
+    files = ("test_minippo.py", "test_exact.py", "mutants/catalogue.py")
     source = "".join((ROOT / "tests" / name).read_text(encoding="utf-8") for name in files)
-    names = re.findall(r"`(test_\w+)`", EXERCISES)
-    assert len(names) == 12 and all(f"def {name}(" in source for name in names)
+    names = re.findall(r"`(test_\w+)`", EXERCISES + TEXT["RESULTS.md"])
+    assert len(names) == 16 and all(f"def {name}(" in source for name in names)
+    bugs = re.findall(r'the bug ("[^"]+")', TEXT["RESULTS.md"])
+    assert len(bugs) == 3 and all(f"{bug},\n" in source for bug in bugs)
 
 
 def test_the_loop_with_faults_runs():
