@@ -1,7 +1,6 @@
 """Every training run behind the figures of README.md and RESULTS.md, on the default task.
 
-    python -m bench.results               ten seeds, ablations and other settings (about three hours)
-    python -m bench.results hacking       a reward model that PPO hacks, and what helps
+    python -m bench.results               five seeds, ablations and other settings (about two hours)
     python -m bench.results neighbours    PPO beside variations/ and TRL
     python -m bench.results seeds         or only one part of the first: seeds or settings
 
@@ -33,26 +32,17 @@ import minippo
 import train_ppo
 from bench import parser, pictures
 from bench.tables import ROOT, keep, load, mean_and_error
-from data.zoo import (
-    CLOSERS,
-    FACTS,
-    fact_asked,
-    judge,
-    popular_errors,
-    questions,
-    slips,
-    statements,
-)
+from data.zoo import judge
 from plumbing.checkpoints import load_checkpoint, save_checkpoint
 from plumbing.errors import run_script
 from plumbing.models import load_models
-from plumbing.report import best_of_n, best_of_n_kl, optimal_objective, optimum, respond, suspects
-from plumbing.rows import load_jsonl, pad_completions
+from plumbing.report import best_of_n, best_of_n_kl, optimal_objective, optimum, respond
+from plumbing.rows import load_jsonl
 from plumbing.settings import RunConfig, prepare
 from plumbing.tokenizer import texts_of
 
 RUNS = ROOT / "out" / "results"
-SEEDS, FEW_SEEDS = range(10), range(3)
+SEEDS, FEW_SEEDS = range(5), range(3)
 BETA = minippo.PPOConfig.kl_coef
 BETAS = (0.03, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0, 5.0)  # of the best policies
 PROMPTS, REFERENCE, SAMPLES = 128, 192, 16  # REFERENCE answers of the SFT model to each prompt
@@ -118,14 +108,6 @@ ALGORITHMS = {
     "best of n, imitated": ("-m variations.best_of_n", "n 4 8"),
     "DPO": ("-m variations.dpo", "kl_coef 0.1 0.3"),
     "IPO": ("-m variations.dpo --ipo", "kl_coef 0.1 0.3"),
-}
-# What helps where PPO hacks the reward model, which has never seen a slip. At full length.
-NO_SLIPS = "pairs without slips"
-CURES = {
-    NO_SLIPS: "",
-    "beta = 0.2": "--kl_coef 0.2",
-    "mean of three reward models": "--reward variations.ensemble:mean",
-    "lowest of three": "--reward variations.ensemble:minimum",
 }
 STEPS, RATES = 200, (4e-4, 8e-4, 1.6e-3)
 LOW_RATES = 1.2e-4, 4e-4, 1.2e-3  # for DPO and IPO, whose pairs never change
@@ -220,54 +202,32 @@ def models_of(name, seed):
     return folder(kind, seed)
 
 
-def of_seeds(seeds):
-    return {folder("models", seed): ["--seed", seed] for seed in seeds}
-
-
-def make_models(models, workers):
-    """models: {folder: flags}, of both scripts."""
+def make_models(seeds, workers):
     for kind in ("sft", "rm"):
-        words = [f"train_{kind}.py", "--resume"]
-        run([Job(out, [*words, *flags]) for out, flags in models.items()], workers)
+        words = [f"train_{kind}.py", "--resume", "--seed"]
+        run([Job(folder("models", seed), [*words, seed]) for seed in seeds], workers)
 
 
 def make_other_models(seeds, workers):
-    """Reward models with scores that are not normalised, of a quarter of the pairs, and of the
-    pairs without slips."""
+    """Reward models with scores that are not normalised, and of a quarter of the pairs."""
     jobs = []
     for seed in seeds:
         models, raw, few = (folder(kind, seed) for kind in ("models", "raw", "few pairs"))
-        none = folder(NO_SLIPS, seed)
-        copy_data(few / "data", lambda lines: lines[: len(lines) // 4])
-        copy_data(none / "data", lambda lines: [line for line in lines if not has_slip(line)])
-        for out in (raw, few, none):
+        data = few / "data"
+        data.mkdir(parents=True, exist_ok=True)
+        for path in (ROOT / "data" / "zoo").iterdir():
+            lines = path.read_bytes().splitlines(True)
+            share = 4 if path.stem == "pref_train" else 1
+            (data / path.name).write_bytes(b"".join(lines[: len(lines) // share]))
+        for out in (raw, few):
             out.mkdir(parents=True, exist_ok=True)
             (out / "sft.pt").unlink(missing_ok=True)
             os.link(models / "sft.pt", out / "sft.pt")
         model, tokenizer, facts = load_checkpoint(models / "rm.pt", ["rm"])
         model.mean.zero_(), model.std.fill_(1.0)
         save_checkpoint(raw / "rm.pt", "rm", model, tokenizer, **facts)
-        for out in (few, none):
-            words = ["train_rm.py", "--resume", "--seed", seed, "--data", out / "data"]
-            jobs.append(Job(out, words))
+        jobs += [Job(few, ["train_rm.py", "--resume", "--seed", seed, "--data", data])]
     run(jobs, workers)
-
-
-def copy_data(folder, keep):
-    """The default data, with those lines of pref_train.jsonl that `keep` makes of all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in (ROOT / "data" / "zoo").iterdir():
-        lines = path.read_bytes().splitlines(True)
-        lines = keep(lines) if path.stem == "pref_train" else lines
-        (folder / path.name).write_bytes(b"".join(lines))
-
-
-def has_slip(line):
-    """Does one of the answers of a pair say what the crowd says by a slip alone?"""
-    row = json.loads(line)
-    fact = fact_asked(row["prompt"])
-    only = set(slips(*fact)).difference(popular_errors(*fact))
-    return any(text in row[name] for text in only for name in ("chosen", "rejected"))
 
 
 def judged_job(name, seed, flags=""):
@@ -334,22 +294,27 @@ def neighbour_jobs():
 
 
 def hacking_jobs():
-    """The ensembles, and {name: the job of each seed} for PPO."""
-    home, ensembles, jobs = folder("hacking", ""), [], {name: [] for name in CURES}
-    jobs["three rounds"] = []
-    for seed in FEW_SEEDS:
-        models = folder(NO_SLIPS, seed)
-        common = ["--models", models, "--data", models / "data"]
-        ensemble = home / "ensemble" / str(seed)
-        ensembles.append(Job(ensemble, ["-m", "variations.ensemble", *common]))
-        for name, flags in CURES.items():
-            words = ["train_ppo.py", *common, "--seed", seed, "--no_report", "--resume"]
-            env = {"ENSEMBLE": str(ensemble)}
-            jobs[name].append(Job(home / name / str(seed), [*words, *flags.split()], env=env))
-        ppo = f"--steps {train_ppo.StageConfig.steps // 3} --no_report"
-        words = ["-m", "variations.iterate", *common, "--seed", seed, "--rounds", 3, "--ppo", ppo]
-        jobs["three rounds"].append(Job(home / "rounds" / str(seed), words, "3/ppo.pt"))
-    return ensembles, jobs
+    """{name: jobs} at beta = 0, on the first seed, after the ensemble of reward models."""
+    home, seed, rounds = folder("neighbours/against hacking", 0), 0, 3
+    models = ["--models", folder("models", seed)]
+    flags = ["--seed", seed, "--kl_coef", 0, "--no_report", "--resume", "--steps", STEPS]
+    rewards = {
+        "one reward model": [],
+        "mean of three": ["--reward", "variations.ensemble:mean"],
+        "lowest of three": ["--reward", "variations.ensemble:minimum"],
+    }
+    jobs = {
+        name: Job(
+            home / name,
+            ["train_ppo.py", *models, *flags, *reward],
+            env={"ENSEMBLE": str(home / "ensemble")},
+        )
+        for name, reward in rewards.items()
+    }
+    ppo = f"--kl_coef 0 --steps {STEPS // rounds} --no_report"
+    words = ["-m", "variations.iterate", "--rounds", rounds, "--ppo", ppo, *models, "--seed", seed]
+    jobs["three rounds"] = Job(home / "rounds", words, f"{rounds}/ppo.pt")
+    return Job(home / "ensemble", ["-m", "variations.ensemble", *models]), jobs
 
 
 # --------------------------------------------------------------------------------------------------
@@ -375,15 +340,14 @@ class Yardstick:
         grades = [judge(self.questions[i // n], text) for i, text in enumerate(texts)]
         return figures | {"judge": torch.tensor(grades).view(-1, n)}, texts
 
-    def figures(self, x, texts):
-        """score, judge and KL of responses, the share of suspects, and J = score - beta KL as a
-        share of the way from the SFT model to the optimum."""
+    def figures(self, x):
+        """score, judge and KL of responses, and J = score - beta KL as a share of the way from the
+        SFT model to the optimum."""
         sft = self.reference["score"]
         J, J_sft = (x["score"] - BETA * x["kl"]).mean(), sft.mean()
         share = (J - J_sft) / (optimal_objective(sft, BETA).mean() - J_sft)
         means = {name: x[name].mean().item() for name in ("judge", "score", "kl")}
-        suspect = suspects(x, texts, self.questions, sft)["count"] / len(texts)
-        return {"optimality": share.item(), "suspects": suspect} | means
+        return {"optimality": share.item()} | means
 
     def best_of(self, n):
         x = {
@@ -404,7 +368,7 @@ def measured(job, models, seed):
     if not path.exists():
         stick = yardstick(models, seed)
         policy, _, _ = load_checkpoint(job.out / job.policy, ["ppo"])
-        path.write_text(json.dumps(stick.figures(*stick.ask(policy, SAMPLES))))
+        path.write_text(json.dumps(stick.figures(stick.ask(policy, SAMPLES)[0])))
     return json.loads(path.read_text()) | {"seconds": job.seconds()}
 
 
@@ -454,25 +418,7 @@ def read_report(out):
     """A report.json, and the jumps in the log beside it."""
     report = json.loads((out / "report.json").read_text())
     kl = [row["kl"] for row in read_lines(out / "ppo.jsonl")]
-    suspects = report["suspects"]["count"] / report["suspects"]["responses"]
-    more = {"best_judge": report["best_judge"], "suspects": suspects, "jumps": jumps(kl)}
-    return figures_of(report) | more
-
-
-@torch.no_grad()
-def slips_above(folder):
-    """Of how many of the 100 facts does the reward model put some slip above the right answers?
-    Each is followed by the same courtesy."""
-    models, count = load_models(folder, "cpu"), 0
-    encode, eos = models.tokenizer.encode, models.tokenizer.eos
-    for fact in FACTS:
-        right = statements(*fact)[0]
-        texts = [f" {text} {CLOSERS[0]}" for text in (*right, *slips(*fact))]
-        prompt = encode(questions(*fact)[0])
-        rows = [(prompt, encode(text) + [eos]) for text in texts]
-        scores = models.score(*pad_completions(rows))
-        count += bool(scores[len(right) :].max() > scores[: len(right)].max())
-    return count
+    return figures_of(report) | {"best_judge": report["best_judge"], "jumps": jumps(kl)}
 
 
 def jumps(kl, window=100):
@@ -497,15 +443,14 @@ def seeds(workers):
     other, no_penalty = RUNS / "other_data", RUNS / "no_penalty"  # seed 0
     jobs = [judged_job("full", seed) for seed in SEEDS]
     if workers:
+        make_models(SEEDS, workers)
+        run(jobs, workers)
+        first = ["--models", folder("models", 0)]
+        Job(no_penalty, ["train_ppo.py", "--resume", "--kl_coef", 0, *first]).run()
         data = other / "zoo7"
         Job(data, ["data/zoo.py", "--seed", 7]).run()
-        make_models(of_seeds(SEEDS) | {other: ["--data", data]}, workers)
-        first = ["--models", folder("models", 0)]
-        more = [
-            Job(no_penalty, ["train_ppo.py", "--resume", "--kl_coef", 0, *first]),
-            Job(other, ["train_ppo.py", "--resume", "--data", data]),
-        ]
-        run([*jobs, *more], workers)
+        for kind in ("sft", "rm", "ppo"):
+            Job(other, [f"train_{kind}.py", "--resume", "--data", data]).run()
     outs = {str(seed): job.out for seed, job in zip(SEEDS, jobs)}
     outs |= {"0, other data": other, "beta = 0": no_penalty}
     logs = [judged_log(job.out)[::6] for job in jobs]
@@ -513,13 +458,10 @@ def seeds(workers):
     for name in pictures.CURVES:
         points = [[row[name] for row in rows] for rows in zip(*logs)]
         curves[name] = [[statistics.fmean(x), statistics.stdev(x)] for x in points]
-    reports = {label: read_report(out) for label, out in outs.items()}
-    for seed in SEEDS:
-        reports[str(seed)]["slips_above"] = slips_above(folder("models", seed))
     sticks = [yardstick(folder("models", seed), seed) for seed in SEEDS]
     best = {n: over_seeds([stick.best_of(n) for stick in sticks]) for n in (4, 16, 64)}
     return {
-        "reports": reports,
+        "reports": {label: read_report(out) for label, out in outs.items()},
         "curves": curves,
         "best_of_n": {n: x | {"kl": best_of_n_kl(n)} for n, x in best.items()},
         "optimum": {
@@ -531,7 +473,7 @@ def seeds(workers):
 def settings(workers):
     jobs = settings_jobs(ABLATIONS | QUESTIONS)
     if workers:
-        make_models(of_seeds(FEW_SEEDS), workers)
+        make_models(FEW_SEEDS, workers)
         make_other_models(FEW_SEEDS, workers)
         run([job for runs in jobs.values() for job in runs], workers)
     out = {
@@ -568,50 +510,31 @@ def most_hacked(x, texts, stick):
     return rows
 
 
-def hacking(workers):
-    ensembles, jobs = hacking_jobs()
-    if workers:
-        make_models(of_seeds(FEW_SEEDS), workers)
-        make_other_models(FEW_SEEDS, workers)
-        run(ensembles, workers)
-        run([job for runs in jobs.values() for job in runs], workers)
-    rows = {
-        name: [measured(job, folder(NO_SLIPS, seed), seed) for seed, job in enumerate(runs)]
-        for name, runs in jobs.items()
-    }
-    full = [judged_job("full", seed) for seed in FEW_SEEDS]
-    if all(job.status() == 0 for job in full):
-        rows["pairs with slips"] = [
-            measured(job, folder("models", seed), seed) for seed, job in enumerate(full)
-        ]
-    out = {name: over_seeds(row) for name, row in rows.items()}
-    for name, models in ((NO_SLIPS, NO_SLIPS), ("pairs with slips", "models")):
-        if name in out:
-            facts = [slips_above(folder(models, seed)) for seed in FEW_SEEDS]
-            out[name]["slips_above"] = mean_and_error(facts)
-    return {"hacking": out}
-
-
 def neighbours(workers):
     names = [name for name in ALGORITHMS if "TRL" not in name or find_spec("trl")]
+    ensemble, hacking = hacking_jobs()
     if workers:
-        make_models(of_seeds(FEW_SEEDS), workers)
+        make_models(FEW_SEEDS, workers)
         run([job for name in names for job in searches(name).values()], workers)
         run([job for runs in neighbour_jobs().values() for job in runs], workers)
+        run([ensemble], workers)
+        run(list(hacking.values()), workers)
     flags = {name: best(name) for name in names}
+    rows = {name: measured(job, folder("models", 0), 0) for name, job in hacking.items()}
     return {
         "neighbours": rows_of(neighbour_jobs(), flags, "PPO"),
         "search": {
             name: {flags: job.objective() for flags, job in searches(name).items()}
             for name in names
         },
+        "hacking": [{"name": name, "beta": 0, **row} for name, row in rows.items()],
     }
 
 
 def main():
     if sys.argv[1:2] == ["judged"]:
         return judged_ppo(sys.argv[2:])
-    parts = {"seeds": seeds, "settings": settings, "hacking": hacking, "neighbours": neighbours}
+    parts = {"seeds": seeds, "settings": settings, "neighbours": neighbours}
     flags = parser(__doc__)
     flags.add_argument("parts", nargs="*", metavar="part", help=", ".join(parts))
     flags.add_argument("--workers", type=int, default=2, help="processes at a time")

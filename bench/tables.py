@@ -103,8 +103,7 @@ def tables(results):
         "ablations": lambda x: {"ablations": table_of_settings(x["ablations"])},
         "questions": lambda x: {"questions": table_of_settings(x["questions"])},
         "hacked": table_of_hacked,
-        "hacking": table_of_cures,
-        "neighbours": table_of_neighbours,
+        "neighbours": tables_of_neighbours,
         "ladder": table_of_ladder,
         "real": tables_of_real,
         "speed": tables_of_speed,
@@ -125,7 +124,7 @@ def pair(report, part, name):
 
 
 def tables_of_seeds(results):
-    """What the runs at full length have reported: ten seeds, other data, and beta = 0."""
+    """What the runs at full length have reported: five seeds, other data, and beta = 0."""
     reports = dict(results["reports"])
     no_penalty = reports.pop("beta = 0")
     seeds = [report for label, report in reports.items() if label.isdigit()]
@@ -155,6 +154,7 @@ def tables_of_seeds(results):
         ("RM below its ceiling", "rm", "below_ceiling", 4),
         ("wins against SFT", "ppo", "win_rate_vs_sft", 3),
         ("KL", "ppo", "kl", 2),
+        ("end-of-text", "ppo", "eos_rate", 4),
         ("optimality", "ppo", "optimality", 3),
         ("on seen prompts", "ppo_seen", "optimality", 3),
         ("on unseen prompts", "ppo_unseen", "optimality", 3),
@@ -164,16 +164,10 @@ def tables_of_seeds(results):
         row = [cell(pair(report, part, name), n) for _, part, name, n in columns]
         ppo, sft = report["ppo"]["judge"], report["sft"]["judge"]
         row.insert(2, cell((ppo - sft) / (report["best_judge"] - sft)))
-        row.append(str(report["jumps"]))
-        if "suspects" in report:
-            row += [str(report.get("slips_above", "")), cell(100 * report["suspects"], 1)]
-        rows.append([label, *row])
+        rows.append([label, *row, str(report["jumps"])])
     head = [name for name, *_ in columns]
     head.insert(2, "judge, share of the way to 3")
-    head.append("jumps of the KL")
-    if "suspects" in reports["0"]:
-        head += ["facts with a slip on top", "suspect answers, %"]
-    out["seeds"] = table(["seed", *head], rows)
+    out["seeds"] = table(["seed", *head, "jumps of the KL"], rows)
 
     names = ("judge", "score", "kl", "eos_rate", "response_length")
     systems = {
@@ -207,22 +201,17 @@ def table_of_hacked(results):
     return {"hacked": table(["prompt and response", "score", "judge", "kl"], rows)}
 
 
-def table_of_neighbours(results):
+def tables_of_neighbours(results):
     columns = {"optimality": 3, "gain": 3, "judge": 2, "score": 2, "kl": 2, "seconds": 0}
     rows = results["neighbours"].items()
     rows = [[name, code(x["flags"]), *cells(x, **columns)] for name, x in rows]
     head = ["", "setting found", "optimality", "less PPO's", "judge", "score", "KL", "seconds"]
-    return {"neighbours": table(head, rows)}
-
-
-def table_of_cures(results):
-    rows = []
-    for name, x in results["hacking"].items():
-        share = [100 * figure for figure in x["suspects"]]
-        facts = cell(x.get("slips_above"), 0)
-        rows.append([name, *cells(x, judge=2, score=2, kl=2), cell(share, 1), facts])
-    head = ["", "judge", "score", "KL", "suspect answers, %", "facts with a slip on top"]
-    return {"cures": table(head, rows)}
+    out = {"neighbours": table(head, rows)}
+    head = ["PPO with", "beta", "judge", "score by the first reward model", "KL"]
+    rows = [
+        [x["name"], f"{x['beta']:g}", *cells(x, judge=2, score=2, kl=2)] for x in results["hacking"]
+    ]
+    return out | {"ensembles": table(head, rows)}
 
 
 def table_of_ladder(results):

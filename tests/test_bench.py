@@ -2,17 +2,12 @@
 
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 
-import torch
-
 from bench import pictures, real, results, speed, tables
 from cli import run
-from data import zoo
 from plumbing.errors import UserError
-from plumbing.tokenizer import Tokenizer
 
 TINY = dict(zip(speed.SHAPE, (11, 9, 1, 2, 8))) | {"batch": 4, "prompt": (2, 4), "new": 2}
 
@@ -80,33 +75,6 @@ def finish(job, scores, status=0):
     rows = (json.dumps({"score": x, "kl": 1.0}) + "\n" for x in scores)
     (job.out / "ppo.jsonl").write_text("".join(rows))
     job.path_of_status().write_text(str(status))
-
-
-def test_a_pair_has_a_slip_if_an_answer_says_what_the_crowd_says_by_a_slip_alone():
-    prompt, popular = "What does a bee eat?", zoo.popular_errors("bee", "food")[0]
-
-    def has(*answers):
-        row = dict(zip(("chosen", "rejected"), (f" {x}" for x in answers)), prompt=prompt)
-        return results.has_slip(json.dumps(row))
-
-    assert has("Bees eat a larva.", "No idea.") and has("No idea.", "A bee eats its pouch. Why?")
-    assert not has("Bees eat nectar.", popular) and not has("Frogs eat a larva.", "Bees eat a")
-
-
-def test_a_slip_is_on_top_if_it_scores_above_both_right_answers(monkeypatch):
-    tokenizer = Tokenizer([bytes([i]) for i in range(256)])
-    likes = {"food": " a larva. ", "baby": " a mammal. ", "home": zoo.ANIMALS["bee"][2]}
-
-    def score(tokens, mask):
-        texts = [tokenizer.decode(ids) for ids in tokens.tolist()]
-        prompt = texts[0][: texts[0].index("?") + 1]
-        liked = likes.get(zoo.fact_asked(prompt)[1], "Never.")
-        return torch.tensor([float(liked in text) for text in texts])
-
-    models = SimpleNamespace(tokenizer=tokenizer, score=score)
-    monkeypatch.setattr(results, "load_models", lambda folder, device: models)
-    # A larva is nobody's food, "a mammal" nobody's name; a hive is the right home of the bee alone.
-    assert results.slips_above("models") == 20 + 20 + 19
 
 
 def test_the_search_keeps_what_is_best_in_the_last_quarter_and_has_not_failed(
