@@ -196,13 +196,14 @@ def spread_out(prompts, seen, n):
     return chosen[0] + chosen[1], torch.tensor(weights, dtype=torch.float64)
 
 
-def imitation(models, run):
-    """How well the policy still imitates: the loss of stage 1, on at most 1,000 validation rows."""
+def imitation(models, run, size):
+    """How well the policy still imitates: the loss of stage 1, on at most 1,000 validation rows.
+    size: of them in memory at once; 0: 64."""
     if not (run.data / "sft_val.jsonl").exists():
         return {}
     rows = load_jsonl(run.data / "sft_val.jsonl", KEYS["sft"])
     rows = encode_rows(spread_over(rows, 1000), models.tokenizer, models.policy.config.context)
-    figures = validate(models.policy, rows, run.device, 0) if rows else {}
+    figures = validate(models.policy, rows, run.device, size) if rows else {}
     models.policy.eval()
     return figures
 
@@ -302,7 +303,7 @@ def make_report(models, trained_on, prompts, run, config, stage, name="PPO"):
         report["best_of_n"][str(n)] = means(figures, weights) | {"kl": best_of_n_kl(n)}
     for kind, x in (("sft", sft_texts), ("ppo", texts)):
         report[kind] |= estimate("distinct", distinct(x, len(x) // len(few)), weights)
-    report["ppo"] |= imitation(models, run)
+    report["ppo"] |= imitation(models, run, stage.rollout_batch)
     report["optimum"] = optima(sft_samples, beta, weights)
     report["notes"] = list(notes(report))
     if judge:
