@@ -387,8 +387,8 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #
 # Do not confuse two policies: the old one sampled this batch, a few gradient steps ago. The
 # reference is the policy as PPO found it. The ratio compares pi with old; the KL, pi with ref. It
-# has a direction: in KL(pi || ref), saying what ref hardly ever says is dear, and giving answers up
-# is cheap. KL(ref || pi) would keep alive all that ref says, mistakes too.
+# has a direction: in KL(pi || ref), saying what ref hardly ever says is expensive, and giving up
+# answers is cheap. KL(ref || pi) would keep alive all that ref says, mistakes too.
 
 # The KL is not computed but estimated, from the tokens that pi has sampled. With q = ref / pi,
 #

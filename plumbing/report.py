@@ -197,11 +197,12 @@ def spread_out(prompts, seen, n):
 
 
 def imitation(models, run, size):
-    """How well the policy still imitates: the loss of stage 1, on at most 1,000 validation rows.
-    size: of them in memory at once; 0: 64."""
-    if not (run.data / "sft_val.jsonl").exists():
+    """How well the policy still imitates: the loss of stage 1, on at most 1,000 validation rows, if
+    there are any. size: of them in memory at once; 0: 64."""
+    try:
+        rows = load_jsonl(run.data / "sft_val.jsonl", KEYS["sft"])
+    except UserError:  # the file is missing or damaged, and PPO has not needed it
         return {}
-    rows = load_jsonl(run.data / "sft_val.jsonl", KEYS["sft"])
     rows = encode_rows(spread_over(rows, 1000), models.tokenizer, models.policy.config.context)
     figures = validate(models.policy, rows, run.device, size) if rows else {}
     models.policy.eval()

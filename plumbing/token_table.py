@@ -72,9 +72,8 @@ def others(model, tokens, mask, temperature, count=3):
     """The likeliest tokens other than those that were chosen, and their probabilities: tokens (T,),
     mask (T-1,) with N actions -> (N, count) each."""
     hidden, _ = model.hidden(tokens[None, :-1])
-    shares = (at_least_float32(model.lm_head(hidden[mask[None]])) / temperature).softmax(
-        -1
-    )  # (N, V)
+    logits = at_least_float32(model.lm_head(hidden[mask[None]]))  # (N, V)
+    shares = (logits / temperature).softmax(-1)
     shares.scatter_(1, tokens[1:][mask][:, None], -1.0)  # below all that were not chosen
     found = shares.topk(count)
     return found.indices, found.values

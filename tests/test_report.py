@@ -267,6 +267,8 @@ def test_the_report_holds_every_figure_with_its_error_and_is_written(tmp_path):
     assert len(got["samples"]) == 6 and got["seconds"].keys() == {"report"}
     assert 0 < got["ppo"]["distinct"] <= 1 and 0 < got["sft"]["distinct"] < 1
     assert "val_loss" not in got["ppo"]  # there are no demonstrations
+    (tmp_path / "sft_val.jsonl").write_text("damaged")
+    assert "val_loss" not in made(tmp_path, 24, 16)[0]["ppo"]
 
 
 def test_the_policy_is_tried_on_the_demonstrations_too(tmp_path):
