@@ -14,11 +14,10 @@ divergence, is the mean of log pi(y | x) - log ref(y | x) over such y: how far t
 in nats (the unit of natural logarithms). Beta is the price of a nat. An iteration of PPO has four
 phases:
 
-    prompts --> 1. policy --> responses, log pi -------------------------+
+    prompts --> 1. policy --> responses, log pi, values -----------------+
                      ^            |                                      |
                      |            +--> 2. reward model ----> scores -----+
                      |            +-->    reference -------> log ref ----+
-                     |            +-->    value function --> values -----+
                      |                                                   v
                      +---- 4. update: the clipped loss <---- 3. rewards, advantages
 
@@ -43,18 +42,19 @@ that choice stands at index t. With the prompt "Bees eat", a score of 1.40 and b
     reward       .     -0.05   0.02   1.38   .              -beta * KL, and the last gets the score
     value        .      0.80   1.00   1.20   .              prediction: sum of the rewards to come
 
-Phase 3, section 5. lam is a setting; the value after the last action counts as 0:
+Phase 3 (section 5): how much better than expected did each action turn out? The value after the
+last action counts as 0.
 
     delta        .      0.15   0.22   0.18   .              reward + next value - value
-    advantage    .      0.55   0.40   0.18   .              lam = 1: this and all later deltas
-    return       .      1.35   1.40   1.38   .              advantage + value: rewards from here on
-    whitened     .      1.14   0.15  -1.29   .              mean 0, variance 1 (batch: this row)
-    advantage    .      0.15   0.22   0.18   .              lam = 0: this delta alone
-    return       .      0.95   1.22   1.38   .              advantage + value: reward + next value
+    advantage    .      0.55   0.40   0.18   .              this delta and all later ones (lam = 1)
+    return       .      1.35   1.40   1.38   .              rewards from here on; advantage + value
+    whitened     .      1.14   0.15  -1.29   .              mean 0, variance 1 (a batch of one row)
 
-Phase 4, after a gradient step, with clip_eps and value_clip 0.2. A is whitened (lam = 1). Where the
-clipped product is the smaller one, the token has no gradient. The value at index 1, now 1.05, had
-0.80 and moves up to 1.00 at most: the larger error, (1.35 - 1.00)^2 = 0.12, has no gradient either.
+Phase 4, after a gradient step, with clip_eps and value_clip 0.2. A is the whitened advantage. (That
+of <eos> is below 0: better than expected, but by less than the others.) Where the clipped product
+is the smaller one, the token has no gradient, because a clipped ratio is a constant. The value at
+index 1 was 0.80 and is now 1.05; its clipped copy stops at 1.00. The larger of the two errors
+counts, (1.35 - 1.00)^2 = 0.12, and has no gradient either.
 
     log pi now   .     -0.25  -1.10  -0.40   .              of the same actions, after the step
     ratio        .      1.28   1.11   0.74   .              pi / old = exp(log pi now - log pi)
@@ -76,10 +76,8 @@ import torch.nn.functional as F
 # 1. The networks
 #
 # A GPT-2 (Radford et al., 2019). The policy adds a value head to it: one number per position. The
-# reward model has a score head in place of the vocabulary head: one number per row. (The scripts
-# train these very networks, and plumbing/fast.py hands attention its rows without padding.)
-#
-# In the settings below, brackets hold the range that the flags of the scripts allow.
+# reward model has a score head in place of the vocabulary head: one number per row. The scripts
+# train these very networks. In the settings below, brackets hold the range that their flags allow.
 
 
 @dataclass
@@ -219,9 +217,9 @@ class RewardModel(nn.Module):
 # 2. Log-probabilities and masks
 #
 # Sums and means run over response tokens alone: x[mask] picks these N tokens. So no position in a
-# prompt or in the padding has a term in a loss or a metric. One that leaks in would dilute a loss
-# (one more term in the mean), move mean and spread of whitening, so every advantage, and add to the
-# KL the log pi - log ref of a token that nobody chose.
+# prompt or in the padding has a term in a loss or a metric. A pad that leaks in would be trained
+# on, and dilute the loss (one more term in the mean); move the mean and the spread that whiten
+# every advantage; and add to the KL the log pi - log ref of a token that nobody chose.
 
 
 def check_mask(mask, *tensors):
@@ -315,14 +313,14 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
     prompt_lengths = torch.tensor([len(ids) for ids in prompts], device=device)
     limits = (prompt_lengths + max_new_tokens).clamp(max=context)
     lengths = prompt_lengths.clone()
-    going = torch.ones_like(lengths, dtype=torch.bool)  # rows that have not ended
-    while going.any():  # each round adds a token to these rows
+    unfinished = torch.ones_like(lengths, dtype=torch.bool)  # rows that have not ended
+    while unfinished.any():  # each round adds a token to these rows
         last = torch.arange(T, device=device) == lengths[:, None] - 1  # (B, T)
         hidden = policy.trunk(tokens)[last]  # (B, C). Slow but simple: it reads whole rows again
         token = draw(policy.lm_head(hidden) / temperature)  # (B,)
-        tokens[going, lengths[going]] = token[going]
-        lengths += going
-        going = going & (token != policy.config.eos) & (lengths < limits)
+        tokens[unfinished, lengths[unfinished]] = token[unfinished]
+        lengths += unfinished
+        unfinished = unfinished & (token != policy.config.eos) & (lengths < limits)
     T = int(lengths.max())
     tokens, mask = tokens[:, :T], response_mask(prompt_lengths, lengths, T)
     logprobs, values, _ = evaluate_actions(policy, tokens, mask, temperature, with_entropy=False)
@@ -333,10 +331,11 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
 # 4. The reward model's loss
 #
 # Bradley and Terry (1952): people prefer answer a to b with probability sigmoid(score(a) -
-# score(b)). At equal scores, both are preferred equally often. Why pairs? People agree on which of
-# two answers is better more than on grades. Why a model? Nobody would grade the 76,800 responses of
-# train_ppo.py. They differ from the answers in the pairs (*distribution shift*). There the scores
-# may be wrong, which is why the KL has a price.
+# score(b)). Only differences count, so the zero of the scores is free. Why pairs? People agree on
+# which of two answers is better more than on grades. Why a model? Nobody would grade all responses
+# that PPO samples, 76,800 in train_ppo.py. They differ from the answers in the pairs (*distribution
+# shift*), and there the scores may be wrong. A policy that learns to get high scores where they are
+# wrong does *reward hacking*. That is why the KL has a price.
 
 
 def reward_model_loss(chosen_scores, rejected_scores):
@@ -361,41 +360,44 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #                   = sum_y p(y) grad log p(y) score(y)             because grad p = p grad log p
 #                   = E[ grad log p(y) score(y) ]                   (the log-derivative trick)
 #
-# This is a mean over samples again. So: sample responses, and make each one more probable, or less,
-# in proportion to its score. (Sampling is the *exploration*: only what is tried can be learned.)
-# log p(y) is the sum of log pi over the *trajectory*, the states and actions of y. (Elsewhere the
-# environment adds factors. Here the next state is certain: the token is appended.) So each token's
-# grad log pi is multiplied by a number, the score. Which token deserves how much of the score? That
-# is the question of *credit assignment*. Three changes lead from here to PPO:
+# This is the *policy gradient*, a mean over samples again. So: sample responses, and make each one
+# more probable, or less, in proportion to its score. (Sampling is the *exploration*: only what is
+# tried can be learned.) log p(y) is the sum of log pi over the *trajectory*, the states and actions
+# of y. (In a game, p(y) has factors for what the game does. Here the next state is certain: the
+# token is appended.) So each token's grad log pi is multiplied by a number, the score. Which token
+# deserves how much of the score? That is the question of *credit assignment*. Three changes lead
+# from here to PPO:
 #
 # 1. Only what comes after. Let tokens have rewards of their own (they will pay for their KL). A
-#    token cannot change the rewards before it. So its number is the sum of the rewards from it on,
-#    the *return*.
+#    token cannot change the rewards before it: on average these add 0, for the reason under 2. So
+#    its number is the sum of the rewards from it on, the *return*.
 # 2. A baseline. Something that does not depend on the action may be subtracted from the return. On
-#    average it changes nothing: sum_a pi(a) grad log pi(a) = grad sum_a pi(a) = grad 1 = 0. But
-#    there is less noise if it is the *value* V, the return to be expected in this state. What is
+#    average it changes nothing: sum_a pi(a) grad log pi(a) = grad sum_a pi(a) = grad 1 = 0. But the
+#    gradient is less noisy if it is the *value* V, the return to be expected in this state. What is
 #    left is the *advantage* A: how much better than expected did this action turn out? (It
 #    estimates Q - V, with Q, the return to be expected after the action.) The network that predicts
 #    values is called the *critic*, and the policy the *actor*.
-# 3. Several gradient steps on one batch, or on its parts: for large models, sampling is slow. The
-#    first step is *on-policy*. After it, the policy is no longer the one that sampled, the *old*
-#    policy: the next steps are *off-policy*. The *ratio* pi / old corrects for that, choice by
-#    choice (*importance sampling*): E_old[ratio * A] = sum_a old(a) (pi(a) / old(a)) A(a) =
-#    E_pi[A]. (The tokens before are still those that old chose; that is not corrected.) Since grad
-#    ratio = ratio * grad log pi, at ratio 1, where an update begins, this has the gradient from
-#    above. Far from 1, a few tokens with a large ratio dominate the mean. So PPO clips the ratio.
+# 3. Several gradient steps on one batch, or on its parts, because for large models sampling is
+#    slow. The first step is *on-policy*: the policy that is trained has sampled the batch. After
+#    it, that is another policy, the *old* one, and the next steps are *off-policy*. The *ratio* pi
+#    / old corrects for that, choice by choice (*importance sampling*): E_old[ratio * A] =
+#    sum_a old(a) (pi(a) / old(a)) A(a) = E_pi[A]. (The states are still those that old reached;
+#    this is not corrected.) Since grad ratio = ratio * grad log pi, at ratio 1, where an update
+#    begins, ratio * A has the gradient from above. Far from 1, a few tokens with a large ratio
+#    dominate the mean. So PPO clips the ratio.
 #
 # Do not confuse two policies: the old one sampled this batch, a few gradient steps ago. The
-# reference is the policy as PPO found it. The ratio compares pi with old; the KL, pi with ref. It
-# has a direction: in KL(pi || ref), saying what ref hardly ever says is expensive, and giving up
-# answers is cheap. KL(ref || pi) would keep alive all that ref says, mistakes too.
+# reference is the policy as PPO found it. The ratio compares pi with old; the KL, pi with ref. The
+# KL has a direction. KL(pi || ref) is a mean over what pi says. So saying what ref hardly ever says
+# is expensive; giving up answers is cheap. KL(ref || pi), a mean over what ref says, would keep all
+# of its answers alive, mistakes too.
 
 # The KL is not computed but estimated, from the tokens that pi has sampled. With q = ref / pi,
 #
 #                           what is right about it                        where it is used
-#     k1 = -log q           on average the KL, but often below 0          reward and log
+#     k1 = -log q           on average the KL, but often below 0          reward, metric
 #     k2 = (log q)^2 / 2    has on average the gradient of the KL         loss, if kl_loss_coef > 0
-#     k3 = q - 1 - log q    on average the KL, and never below 0          log
+#     k3 = q - 1 - log q    on average the KL, and never below 0          metric
 #
 # (Schulman, "Approximating KL divergence".) k3: E_pi[q] = sum ref = 1, so q - 1 adds 0 on average;
 # and x - 1 >= log x. k2: its gradient is grad log pi (log pi - log ref), whose mean over pi's
@@ -438,10 +440,9 @@ def gae(rewards, values, mask, gamma, lam):
 
     lam = 1, the default, gives the sampled return less the value (*Monte Carlo*): right on average,
     and noisy. lam = 0 gives delta alone, which takes the next value on trust (*bootstrap*): steady,
-    and as wrong as the values are. (Below 1, the returns are estimates too, made of rewards and
-    values.) gamma below 1 makes a reward count less for each token that it lies ahead; for text 1
-    is usual. No reward follows the last action, so the value of what comes after it counts as 0,
-    also where the length limit cut the response off.
+    and as wrong as the values are. gamma below 1 makes a reward count less for each token that it
+    lies ahead; for text 1 is usual. No reward follows the last action, so the value of what comes
+    after it counts as 0, also where the length limit cut the response off.
     """
     check_mask(mask, rewards, values)
     rewards, values = torch.where(mask, rewards, 0.0), torch.where(mask, values, 0.0)
@@ -451,7 +452,7 @@ def gae(rewards, values, mask, gamma, lam):
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         advantage = delta + gamma * lam * advantage
         advantages[:, t], next_value = advantage, values[:, t]
-    advantages = torch.where(mask, advantages, 0.0)  # left of it they mean nothing
+    advantages = torch.where(mask, advantages, 0.0)  # in the prompt they mean nothing
     return advantages, advantages + values  # the values are trained towards the returns
 
 
@@ -459,9 +460,9 @@ def whiten(x, mask):
     """Shift and scale x, (B, T-1), to mean 0 and standard deviation 1 over the mask; 0 elsewhere.
 
     The scale: so the policy's step does not depend on the scale of the scores. (A spread below 1e-4
-    is rounding, and not enlarged to 1.) The shift is one more baseline: each action competes with
-    the average of the whole batch; below that, it becomes less probable even if A was positive.
-    Returns are never whitened: the values must learn their true size.
+    is rounding, and is not enlarged.) The shift is one more baseline: each action competes with the
+    average of the whole batch; below that, it becomes less probable even if A was positive. Returns
+    are never whitened: the values must learn their true size.
     """
     check_mask(mask, x)
     whitened = (x - x[mask].mean()) / x[mask].std(correction=0).clamp(min=1e-4)
@@ -470,17 +471,18 @@ def whiten(x, mask):
 
 # The clip. For each token PPO maximises min(ratio * A, clipped ratio * A). A is whitened. Nothing
 # is gained by leaving the range from 1 - eps to 1 + eps on the side that A asks for. A ratio that
-# has left on the other side, moved by other tokens (all share the weights), is pulled back. The
-# range is no wall, unlike a *trust region*: one step can jump past it. By default a batch is used
-# once, and the clip hardly acts; in four passes, optimality (README.md) falls from 0.91 to 0.52
-# without it (RESULTS.md). There are six cases. Does a token have a gradient?
+# has left on the other side, moved by other tokens (all share the weights), is pulled back. A
+# *trust region* is a limit that the new policy cannot leave. This range is none: one step can jump
+# past it. By default each response is used once, in one of four steps, and the clip hardly acts; in
+# four passes over a batch, optimality (README.md) falls from 0.91 to 0.52 without it (RESULTS.md).
+# There are six cases. Does a token have a gradient?
 #
 #              ratio < 1 - eps                 in between     ratio > 1 + eps
 #     A > 0    yes: pulled back up             yes            no: has risen enough
 #     A < 0    no: has fallen enough           yes            yes: pulled back down
 #
-# The loss is a mean over all tokens of the batch, where J has a sum over those of each response.
-# That changes the length of the step, and no direction.
+# log p(y) is a sum over the tokens of a response, and the loss a mean over all tokens of the batch.
+# That changes the length of the gradient, and not its direction.
 
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
@@ -508,7 +510,8 @@ def value_loss(values, old_values, returns, mask, clip):
     """Half the mean squared error of the values: (B, T-1) each -> scalar, stats.
 
     Published code clips the values too, so that they do not follow one noisy batch too far: one
-    that has moved enough has no gradient (the header has an example). Here it changes nothing.
+    that has moved by more than the clip, towards its return, has no gradient (the header has an
+    example). On the default task this makes no difference.
     """
     check_mask(mask, values, old_values, returns)
     values, old_values, returns = values[mask], old_values.detach()[mask], returns.detach()[mask]
@@ -518,8 +521,8 @@ def value_loss(values, old_values, returns, mask, clip):
 
 
 def adapt_kl_coef(kl_coef, kl, kl_target, responses, kl_horizon):
-    """Raise beta when the KL (nats per response) is above its target, else lower it; train_ppo.py
-    does so after each iteration, by about a fifth at most in kl_horizon responses."""
+    """Raise beta when the KL (nats per response) is above its target, else lower it, by about a
+    fifth at most in kl_horizon responses. train_ppo.py can do so (--kl_horizon; off by default)."""
     error = min(max(kl / kl_target - 1, -0.2), 0.2)  # Ziegler et al., section 2.2
     return kl_coef * (1 + error * min(1, responses / kl_horizon))
 
@@ -528,13 +531,13 @@ def adapt_kl_coef(kl_coef, kl, kl_target, responses, kl_horizon):
 # 6. The loop
 #
 #     ppo_iteration
-#         rollout         phases 1 and 2: generate, score_responses, evaluate_actions by ref
-#         credit          phase 3: kl_adjusted_rewards, gae, whiten
-#         ppo_update      phase 4: for each gradient step ppo_loss, backward(), gradient_step
+#         rollout               phases 1 and 2: generate, score_responses, evaluate_actions by ref
+#         compute_advantages    phase 3: kl_adjusted_rewards, gae, whiten
+#         ppo_update            phase 4: for each gradient step ppo_loss, backward(), gradient_step
 #
 # A *rollout* is a batch of sampled responses and what is recorded of them, a dict: tokens (B, T);
 # scores, ended (B,); mask, old_logprobs, old_values, ref_logprobs (B, T-1). There is no old
-# network: the old policy lives on in old_logprobs, old_values. `credit` adds rewards, advantages,
+# network: the old policy lives on in old_logprobs, old_values. Phase 3 adds rewards, advantages,
 # whitened, returns (B, T-1). In ppo_loss, logprobs and values are those of the policy as it is now.
 
 
@@ -552,9 +555,9 @@ class PPOConfig:
     minibatches: int = 4  # gradient steps per pass [1, inf]
     max_grad_norm: float = 1.0  # longer gradients are scaled down to this norm [0, inf]
     clip_eps: float = 0.2  # no gain from a ratio further from 1 than this; inf: no clip [0, inf]
-    value_clip: float = 0.2  # the same for a value and its old one; inf: no clip [0, inf]
+    value_clip: float = 0.2  # nor from a value further from its old one; inf: no clip [0, inf]
     vf_coef: float = 0.1  # weight of the value loss; large, it disturbs the shared trunk [0, inf]
-    entropy_coef: float = 0.0  # weight of a bonus for entropy, against settling early [0, inf]
+    entropy_coef: float = 0.0  # weight of a bonus for entropy: for varied responses [0, inf]
     kl_loss_coef: float = 0.0  # weight of a penalty on the KL per token in the loss (k2) [0, 1e6]
 
 
@@ -565,7 +568,7 @@ def frozen_copy(model):
 
 @torch.no_grad()
 def score_responses(score, tokens, mask, config, eos):
-    """score(tokens, mask) -> (B,), less penalties; and which responses ended by themselves, (B,).
+    """The scores minus penalties, and which responses ended by themselves: (B,) each.
     For a reward model, score is `lambda tokens, mask: reward_model(tokens, row_lengths(mask))`."""
     ended = tokens.gather(1, row_lengths(mask)[:, None] - 1).squeeze(1) == eos
     penalty = config.length_penalty * mask.sum(1) + config.missing_eos_penalty * ~ended
@@ -591,7 +594,7 @@ def rollout(policy, ref, score, prompts, config, generate=generate):
     }
 
 
-def credit(batch, config, kl_coef):
+def compute_advantages(batch, config, kl_coef):
     """Phase 3: the reward of each token; and how much better than expected each action turned out.
 
     A rollout -> rewards, advantages, whitened (what the policy loss uses), returns: (B, T-1) each.
@@ -631,8 +634,7 @@ def gradient_step(optimizer, max_grad_norm):
 
 
 def average(stats):
-    """A list of dicts of numbers, one for each gradient step -> their means; of ratio_max, the
-    largest. (Every step counts alike.)"""
+    """Dicts of numbers, one for each gradient step -> their means; of ratio_max, the largest."""
     means = {name: sum(s[name] for s in stats) / len(stats) for name in stats[0]}
     largest = {name: max(s[name] for s in stats) for name in stats[0] if name == "ratio_max"}
     return means | largest
@@ -657,11 +659,11 @@ def ppo_update(policy, optimizer, batch, config, loss_of=ppo_loss):
 def explained_variance(values, returns, mask):
     """1 - Var(returns - values) / Var(returns): 1 foresees all, 0 is no better than the mean."""
     check_mask(mask, values, returns)
-    unforeseen = (returns - values)[mask].var(correction=0)
-    return (1 - unforeseen / (returns[mask].var(correction=0) + 1e-8)).item()
+    unexplained = (returns - values)[mask].var(correction=0)
+    return (1 - unexplained / (returns[mask].var(correction=0) + 1e-8)).item()
 
 
-def describe(batch, kl_coef):
+def batch_metrics(batch, kl_coef):
     """What to watch in a batch: means over its responses, or over their tokens."""
     mask, scores, old_logprobs = batch["mask"], batch["scores"], batch["old_logprobs"]
     kl, kl_k3 = kl_per_response(old_logprobs, batch["ref_logprobs"], mask)
@@ -690,21 +692,21 @@ def ppo_iteration(
     config,
     kl_coef,
     rollout=rollout,
-    credit=credit,
+    compute_advantages=compute_advantages,
     loss_of=ppo_loss,
 ):
     """One iteration of PPO on some prompts (lists of ids) -> the batch, and what to watch.
 
-    kl_coef: beta as it is now. rollout, credit and loss_of are the functions above, unless a
-    related algorithm passes others (variations/).
+    kl_coef: beta as it is now. rollout, compute_advantages and loss_of are the functions above,
+    unless a related algorithm passes others (variations/).
     """
     # 1. Sample a response to each prompt.  2. Score it, and ask the reference about its tokens.
     batch = rollout(policy, ref, score, prompts, config)
     # 3. Rewards, advantages, returns.
-    batch |= credit(batch, config, kl_coef)
+    batch |= compute_advantages(batch, config, kl_coef)
     # 4. Some steps of gradient descent.
     passes = ppo_update(policy, optimizer, batch, config, loss_of)
-    return batch, describe(batch, kl_coef) | average(passes) | {"passes": passes}
+    return batch, batch_metrics(batch, kl_coef) | average(passes) | {"passes": passes}
 
 
 # --------------------------------------------------------------------------------------------------

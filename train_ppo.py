@@ -11,7 +11,14 @@ for the browser, which is there from the first minute on.
 import math
 from dataclasses import dataclass
 
-from minippo import PPOConfig, adapt_kl_coef, credit, frozen_copy, ppo_iteration, ppo_loss
+from minippo import (
+    PPOConfig,
+    adapt_kl_coef,
+    compute_advantages,
+    frozen_copy,
+    ppo_iteration,
+    ppo_loss,
+)
 from plumbing.checkpoints import save_checkpoint
 from plumbing.errors import run_script
 from plumbing.models import load_models
@@ -37,11 +44,11 @@ class StageConfig:
     group_size: int = 1  # responses to each prompt, so batch_size / group_size prompts [1, inf]
     lr: float = 8e-4  # peak learning rate of AdamW; it falls linearly to 0 [0, inf]
     warmup: int = 5  # iterations in which the learning rate climbs to its peak [0, inf]
-    head_lr: float = 30.0  # of the value head, in multiples of --lr: it begins at 0 [0, inf]
+    head_lr: float = 30.0  # learning rate of the value head, in multiples of --lr [0, inf]
     adam_eps: float = 1e-4  # Adam's epsilon: weights whose gradient is mere noise move less [0, 1]
     kl_target: float = 6.0  # KL in nats that an adaptive beta steers to [1e-6, inf]
-    kl_horizon: float = math.inf  # responses in which beta changes by a fifth; inf: never [1, inf]
-    ref_update_every: int = 0  # iterations after which ref is the policy of then; 0: never [0, inf]
+    kl_horizon: float = math.inf  # responses in which beta may change by 20 %; inf: never [1, inf]
+    ref_update_every: int = 0  # iterations after which the policy replaces ref; 0: never [0, inf]
     separate_critic: bool = False  # a value network of its own, started from the reward model
     critic_lr: float = 0.0  # peak learning rate of the separate critic; 0: --lr [0, inf]
     models: str = ""  # folder of sft.pt and rm.pt; the same as --out unless it is given
@@ -49,13 +56,13 @@ class StageConfig:
     reference: str = ""  # checkpoint that the KL is measured against; sft.pt unless it is given
     reward: str = ""  # module:function, (prompts, responses) -> floats, instead of the reward model
     rollout_batch: int = 0  # responses sampled and scored at once; 0: all of them [0, inf]
-    micro_batch: int = 0  # responses in memory at once in a gradient step; 0: all of it [0, inf]
+    micro_batch: int = 0  # responses in memory at once in a gradient step; 0: all [0, inf]
     no_report: bool = False  # end without measuring the result on the validation prompts
     report_prompts: int = 0  # prompts in the report; 0: 1024 if there is a judge, or 128 [0, inf]
 
 
-def main(credit=credit, loss_of=ppo_loss, name="PPO"):
-    """PPO; with another credit or loss_of, one of its neighbours in variations/."""
+def main(compute_advantages=compute_advantages, loss_of=ppo_loss, name="PPO"):
+    """PPO; with another compute_advantages or loss_of, one of its neighbours in variations/."""
     folder = "out" if name == "PPO" else f"out/{name.lower().replace(' ', '_')}"
     defaults = StageConfig() if name == "PPO" else StageConfig(models="out")
     run, config, stage = read_flags(__doc__, RunConfig(out=folder), PPOConfig(), defaults)
@@ -70,7 +77,7 @@ def main(credit=credit, loss_of=ppo_loss, name="PPO"):
         stage.separate_critic,
     )
     policy, ref, score = models.policy, models.reference, models.score
-    policy.eval()  # no dropout, ever: it would make the policy differ from itself
+    policy.eval()  # no dropout, ever: with it, the ratio would not start at 1
     if stage.ref_update_every:
         ref = frozen_copy(ref)  # models.reference stays what the report compares with
     prompts = read_prompts(run.data, "train", models.tokenizer, policy.config.context)
@@ -82,7 +89,9 @@ def main(credit=credit, loss_of=ppo_loss, name="PPO"):
     )
 
     data = fingerprint(prompts, models.tokenizer.tokens)
-    settings = settings_of(run, config, stage, credit, loss_of, algorithm=name, data=data)
+    settings = settings_of(
+        run, config, stage, compute_advantages, loss_of, algorithm=name, data=data
+    )
     parts = {"policy": policy, "optimizer": optimizer, "loss_of": loss_of}
     parts["ref"] = ref if stage.ref_update_every else None  # else it is read from its file
     state = State("ppo", run, settings, made_from=models.facts, **parts)
@@ -90,7 +99,7 @@ def main(credit=credit, loss_of=ppo_loss, name="PPO"):
     if state.step == 0:
         check_start(policy, ref, score, prompts, config, stage, run.dtype)
     # In bfloat16, sampling rounds differently: then log pi is computed again, as the update does it.
-    rollout = rollout_in_pieces(stage.rollout_batch, second_scoring=run.dtype != "float32")
+    rollout = rollout_in_pieces(stage.rollout_batch, recompute_logprobs=run.dtype != "float32")
     # With --micro_batch, loss_of() calls backward() on each piece and frees it.
     loss_of = loss_in_pieces(loss_of, stage.micro_batch)
     watch = Watch(state, models, ref, config, stage)
@@ -101,7 +110,16 @@ def main(credit=credit, loss_of=ppo_loss, name="PPO"):
         step_prompts = batch_of(prompts, step, stage.batch_size // stage.group_size, run.seed)
         step_prompts = [prompt for prompt in step_prompts for _ in range(stage.group_size)]
         batch, metrics = ppo_iteration(
-            policy, ref, score, step_prompts, optimizer, config, kl_coef, rollout, credit, loss_of
+            policy,
+            ref,
+            score,
+            step_prompts,
+            optimizer,
+            config,
+            kl_coef,
+            rollout,
+            compute_advantages,
+            loss_of,
         )
         kl_coef = adapt_kl_coef(
             kl_coef, metrics["kl"], stage.kl_target, stage.batch_size, stage.kl_horizon

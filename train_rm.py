@@ -1,4 +1,4 @@
-"""Stage 2, the reward model: from pairs of answers it learns which one people prefer.
+"""Stage 2, the reward model: it learns from pairs which answer people prefer.
 
     python train_rm.py                     after train_sft.py, on the same data
     python train_rm.py --data FOLDER       on pref_train.jsonl and pref_val.jsonl of your own
@@ -17,16 +17,15 @@ from minippo import PPOConfig, RewardModel, gradient_step, reward_model_loss, ro
 from plumbing.checkpoints import load_checkpoint, load_weights, save_checkpoint
 from plumbing.errors import run_script
 from plumbing.fast import generate
-from plumbing.rows import by_length, count_tokens, read_ids, read_prompts, waiting
+from plumbing.rows import by_length, count_tokens, pad, progress, read_ids, read_prompts
 from plumbing.settings import RunConfig, prepare, read_flags
 from plumbing.state import Schedule, State, fingerprint, settings_of
 from plumbing.training import (
     FitConfig,
     adamw,
     batch_of,
-    doubts,
+    warnings_about,
     loss_in_pieces,
-    pair_scores,
     set_lr,
     spread_over,
 )
@@ -36,6 +35,13 @@ from plumbing.training import (
 class AnswerConfig:
     answers: int = 2048  # answers of the SFT model that set the scale of the scores [2, inf]
     max_new_tokens: int = PPOConfig.max_new_tokens  # longest of these answers, in tokens [1, inf]
+
+
+def pair_scores(model, pairs, device):
+    """(prompt, chosen, rejected) as ids -> scores (B,) of the chosen and of the rejected answers."""
+    rows = [prompt + answer for prompt, *answers in pairs for answer in answers]
+    tokens, lengths = pad(rows, device)  # (2B, T), (2B,)
+    return model(tokens, lengths).view(-1, 2).unbind(1)
 
 
 def rm_loss(model, pairs, device):
@@ -92,7 +98,7 @@ def main():
     accuracy, error = facts["val_accuracy"], facts["val_accuracy_se"]
     error = "" if error is None else f" ± {100 * error:.1f}"
     right = f"{100 * accuracy:.1f} %{error} of the validation pairs right"
-    print(f"saved {run.out / 'rm.pt'}: it gets {right}", *doubts(facts), sep="\n")
+    print(f"saved {run.out / 'rm.pt'}: it gets {right}", *warnings_about(facts), sep="\n")
 
 
 @torch.no_grad()
@@ -112,11 +118,11 @@ def validate(model, pairs, device, micro_batch):
 @torch.no_grad()
 def normalise(model, sft, prompts, answer, micro_batch):
     """Shift and scale the scores, so that those of the SFT model's own answers, to prompts spread
-    over all, have mean 0 and standard deviation 1."""
+    over the list, have mean 0 and standard deviation 1."""
     stride = max(1, len(prompts) // answer.answers)
     questions = [prompts[i * stride % len(prompts)] for i in range(answer.answers)]
     scores = []
-    for part in waiting("answers of the SFT model", questions, 4 * micro_batch or 256):
+    for part in progress("answers of the SFT model", questions, (4 * micro_batch) or 256):
         tokens, mask, *_ = generate(sft, part, answer.max_new_tokens)
         scores.append(model(tokens, row_lengths(mask)))
     scores = torch.cat(scores)

@@ -63,8 +63,8 @@ def main():
     data = fingerprint(rows, val_rows, tokenizer.tokens)
     settings = settings_of(run, config, model.config, data=data)
     state = State("sft", run, settings, model=model, optimizer=optimizer, schedule=schedule)
-    # With --micro_batch, loss_of() calls backward() on each piece and frees it, and the backward()
-    # below finds nothing left to do.
+    # With --micro_batch, loss_of() calls backward() on each piece and frees it. What it returns is a
+    # constant, and the backward() below does nothing.
     loss_of = loss_in_pieces(sft_loss, config.micro_batch)
     best = run.out / "sft_best.pt"
     for step in state.steps_left(schedule):

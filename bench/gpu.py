@@ -93,7 +93,7 @@ def main():
     print(f"{name}: {rate / 1e12:.1f} T operations/s in a large bfloat16 product")
     result = {"device": {"name": name, "rate": rate}}
     for batch in (64, 256):
-        work = Workload(size | {"batch": batch}, device, second_scoring=True)
+        work = Workload(size | {"batch": batch}, device, recompute_logprobs=True)
         row = ours(work)
         share = row["operations"] / row["update"] / rate
         row |= theirs(size, work, device)

@@ -242,13 +242,13 @@ def judged_ppo(flags):
     out, models = (Path(flags[flags.index(flag) + 1]) for flag in ("--out", "--models"))
     tokenizer, grades = load_checkpoint(models / "sft.pt", ["sft"])[1], []
 
-    def credit(batch, config, kl_coef):
+    def compute_advantages(batch, config, kl_coef):
         prompts, responses = texts_of(tokenizer, batch["tokens"], batch["mask"])
         grades.append(statistics.fmean(map(judge, prompts, responses)))
         (out / "judge.json").write_text(json.dumps(grades))
-        return minippo.credit(batch, config, kl_coef)
+        return minippo.compute_advantages(batch, config, kl_coef)
 
-    train_ppo.main(credit)
+    train_ppo.main(compute_advantages)
 
 
 def settings_jobs(settings):

@@ -48,9 +48,9 @@ def now():
 class Workload:
     """Models, prompts and settings of one PPO iteration; size None: those of the default task."""
 
-    def __init__(self, size, device="cpu", second_scoring=False):
+    def __init__(self, size, device="cpu", recompute_logprobs=False):
         torch.manual_seed(0)
-        self.second_scoring = second_scoring
+        self.recompute_logprobs = recompute_logprobs
         if size is None:
             policy, tokenizer, _ = load_checkpoint(ROOT / "out" / "sft.pt", ["sft"])
             reward_model, _, _ = load_checkpoint(ROOT / "out" / "rm.pt", ["rm"])
@@ -87,7 +87,7 @@ class Workload:
             return call
 
         # Timed are generate() by itself and all of the rollout.
-        rollout = rollout_in_pieces(0, self.second_scoring, timed(generate))
+        rollout = rollout_in_pieces(0, self.recompute_logprobs, timed(generate))
         models = self.policy, self.ref, self.score
         settings = self.optimizer, self.config, self.config.kl_coef, timed(rollout)
         self.batch, _ = minippo.ppo_iteration(*models, self.prompts, *settings)

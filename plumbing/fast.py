@@ -45,7 +45,7 @@ MIRRORED = {
     minippo.Trunk.forward: 1741382552,
     minippo.response_mask: 1225906604,
     minippo.draw: 91013610,
-    minippo.generate: 2341971242,
+    minippo.generate: 9793774,
 }
 PLAIN_FORWARD = minippo.Trunk.forward
 OPTIONS = {"dtype": None, "recompute": False, "installed": False}  # as install() has set them

@@ -55,7 +55,7 @@ def run_header():
     batch = {"tokens": torch.arange(6)[None], "mask": mask, "scores": torch.tensor([score])}
     batch |= {"old_logprobs": row("log pi"), "ref_logprobs": row("log ref")}
     batch["old_values"], config = row("value"), minippo.PPOConfig()
-    batch |= minippo.credit(batch, config, kl_coef)
+    batch |= minippo.compute_advantages(batch, config, kl_coef)
     minippo.kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], mask)
     logprobs, values = row("log pi now"), batch["old_values"] + 0.25 * mask
     old = batch["old_logprobs"], batch["whitened"], mask

@@ -16,8 +16,8 @@ Both lists go from the lowest score to the highest. Of a response, these entries
     tokens, log_pi, log_old, log_ref, kl, reward, value, return, advantage, whitened, ratio
 
 log_pi is of after the update, log_old and what follows from it of before. The numbers of `sampled`
-are the batch's. Those of `tracked` are computed as if they were part of it, by minippo.credit: so an
-algorithm with another credit tracks no responses. What it does not have is left out.
+are the batch's. Those of `tracked` are computed as if they were part of it, by minippo.compute_advantages: so an
+algorithm with another function for that tracks no responses. What it does not have is left out.
 """
 
 import json
@@ -26,7 +26,7 @@ from dataclasses import replace
 
 import torch
 
-from minippo import credit, evaluate_actions
+from minippo import compute_advantages, evaluate_actions
 from plumbing.files import read_log, write_file
 from plumbing.rows import pad_completions
 from plumbing.tokenizer import texts_of
@@ -116,7 +116,7 @@ class Recorder:
         sampled = [{name: x[i : i + 1] for name, x in batch.items()} for i in rows]
         tracked = []
         for x in self.before:
-            x |= credit(x, replace(config, whiten=False), kl_coef)
+            x |= compute_advantages(x, replace(config, whiten=False), kl_coef)
             tracked.append(x | {"whitened": (x["advantages"] - line["mean"]) / line["std"]})
         if self.settings.get("algorithm", "PPO") in ("PPO", ""):
             line["tracked"] = [self.response(x, policy, config) for x in tracked or sampled]

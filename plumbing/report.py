@@ -21,9 +21,16 @@ from minippo import evaluate_actions, score_responses
 from plumbing.errors import UserError, printable
 from plumbing.fast import generate
 from plumbing.files import read_log, write_file
-from plumbing.rows import encode_rows, load_jsonl, order_by_length, pad_completions, waiting
+from plumbing.rows import (
+    encode_rows,
+    load_jsonl,
+    order_by_length,
+    pad,
+    pad_completions,
+    progress,
+)
 from plumbing.tokenizer import texts_of
-from plumbing.training import doubts, pair_scores, spread_over, validate
+from plumbing.training import spread_over, validate, warnings_about
 
 PROMPTS = 1024, 128  # validation prompts at most, with a judge and without; or --report_prompts
 # For best of n and the optimum: an eighth of these numbers of prompts, many SFT responses to each
@@ -88,7 +95,7 @@ def respond(policy, ref, score, prompts, n, tokenizer, config, size=512):
     """
     rows = [prompt for prompt in prompts for _ in range(n)]
     parts, texts = [], []
-    for part in waiting("responses for the report", rows, size):
+    for part in progress("responses for the report", rows, size):
         sampled = generate(policy, part, config.max_new_tokens, config.temperature)
         tokens, mask, logprobs, _ = sampled
         kl = torch.zeros(len(tokens), device=tokens.device)
@@ -240,7 +247,11 @@ def below_ceiling(reward_model, tokenizer, run, judge):
     truth = [judge(prompt, a) - judge(prompt, b) for prompt, a, b in pairs]
     truth, right = torch.tensor(truth), []
     for part in order_by_length(encoded, 64):
-        chosen, rejected = pair_scores(reward_model, [encoded[i] for i in part], run.device)
+        rows = [encoded[i] for i in part]
+        chosen, rejected = (
+            reward_model(*pad([row[0] + row[answer] for row in rows], run.device))
+            for answer in (1, 2)
+        )
         right.append(wins(truth[part], torch.tensor(0)) - wins(chosen, rejected).cpu())
     best = {"label_ceiling": wins(truth, torch.tensor(0)).mean().item()}
     best["label_loss_floor"] = torch.nn.functional.softplus(-truth).mean().item()
@@ -398,7 +409,7 @@ def systems(report):
 def notes(report):
     """What the figures do not say by themselves, in sentences."""
     sft, ppo, ref = report["sft"], report["ppo"], report["reference"]
-    yield from doubts(report["rm"])
+    yield from warnings_about(report["rm"])
     yield from hacking(report.get("suspects"), ref)
     few, prompts = report["prompts_of_best_of_n"], report["prompts"]
     yield f"best of n and optimality are measured on {few:,} of the {prompts:,} prompts"

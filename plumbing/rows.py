@@ -188,7 +188,7 @@ def by_length(rows, size):
     return [[rows[i] for i in part] for part in order_by_length(rows, size)]
 
 
-def waiting(what, rows, size):
+def progress(what, rows, size):
     """Yield the rows in parts of `size`. Every few seconds say how many are done, so that nobody
     waits in silence."""
     start = shown = time.perf_counter()

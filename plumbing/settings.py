@@ -43,7 +43,7 @@ class RunConfig:
     seed: int = 0  # of all that is random; on a CPU, the same seed repeats a run [0, 2147483648]
     resume: bool = False  # go on where an interrupted run stopped
     overwrite: bool = False  # begin again, although a run is there, finished or not
-    save_every: int = 100  # steps between two saves of the state; it is saved by time too [1, inf]
+    save_every: int = 100  # steps between saves of the state; some saves are timed [1, inf]
     tensorboard: bool = False  # write the metrics for TensorBoard too, into out/tensorboard
 
     def __post_init__(self):

@@ -12,7 +12,7 @@ import torch
 from minippo import (
     PPOConfig,
     at_least_float32,
-    credit,
+    compute_advantages,
     kl_per_response,
     rollout,
     trace,
@@ -50,7 +50,7 @@ def trace_of(sampled, models, temperature, kl_coef):
     """
     config = PPOConfig(temperature=temperature, kl_coef=kl_coef)
     batch = rollout(models.policy, models.reference, models.score, [], config, lambda *_: sampled)
-    batch |= credit(batch, config, kl_coef)
+    batch |= compute_advantages(batch, config, kl_coef)
     rows = zip(batch["advantages"].split(1), batch["mask"].split(1))
     return batch | {"whitened": torch.cat([whiten(*row) for row in rows])}
 

@@ -15,7 +15,7 @@ import minippo
 from minippo import GPT, evaluate_actions
 from plumbing import fast
 from plumbing.errors import UserError
-from plumbing.rows import by_length, length_of_most, pad, pad_completions
+from plumbing.rows import by_length, length_of_most, pad_completions
 from plumbing.tokenizer import Tokenizer
 
 
@@ -97,13 +97,7 @@ def spread_over(rows, n):
     return rows[:: max(1, math.ceil(len(rows) / n))]
 
 
-def pair_scores(model, rows, device):
-    """(prompt, chosen, rejected) as ids -> scores (B,) of the chosen and of the rejected answers."""
-    answers = [prompt + answer for prompt, *pair in rows for answer in pair]
-    return model(*pad(answers, device)).view(-1, 2).unbind(1)
-
-
-def doubts(facts):
+def warnings_about(facts):
     """What its validation says against a reward model, in sentences."""
     accuracy, pairs = facts.get("val_accuracy", 1.0), facts.get("val_pairs", math.inf)
     if facts.get("val_loss", 0.0) >= math.log(2):
@@ -202,10 +196,10 @@ def loss_in_pieces(loss_of, size):
     return in_pieces
 
 
-def rollout_in_pieces(size, second_scoring=False, generate=None):
+def rollout_in_pieces(size, recompute_logprobs=False, generate=None):
     """minippo.rollout, sampling fast, and no more than `size` responses at once; 0: all of them.
 
-    second_scoring: compute log-probabilities and values once more, as training will. In bfloat16
+    recompute_logprobs: compute log-probabilities and values once more, as training will. In bfloat16
     those of sampling differ by its rounding.
     """
 
@@ -213,7 +207,7 @@ def rollout_in_pieces(size, second_scoring=False, generate=None):
         pieces = split_batch(prompts, size or len(prompts))
         sample = generate or fast.generate
         batches = [minippo.rollout(policy, ref, score, p, config, sample) for p in pieces]
-        for batch in batches if second_scoring else ():
+        for batch in batches if recompute_logprobs else ():
             with torch.no_grad():
                 batch["old_logprobs"], batch["old_values"], _ = minippo.evaluate_actions(
                     policy, batch["tokens"], batch["mask"], config.temperature, with_entropy=False

@@ -2,7 +2,7 @@
 python -m pytest tests/test_exact.py
 
 With three or four tokens and responses of at most three, J = E[score] - beta KL is a short sum, and
-autograd gives its gradient. The path that train_ppo.py takes (score, credit, loss, update) must
+autograd gives its gradient. The path that train_ppo.py takes (score, compute_advantages, loss, update) must
 give the same in expectation. All holds for the networks as minippo.py computes them and as
 plumbing/fast.py does.
 """
@@ -15,7 +15,7 @@ import torch
 from minippo import (
     PPOConfig,
     RewardModel,
-    credit,
+    compute_advantages,
     evaluate_actions,
     frozen_copy,
     ppo_loss,
@@ -26,7 +26,8 @@ from minippo import (
 )
 from plumbing import fast
 from plumbing.rows import pad_completions
-from plumbing.training import loss_in_pieces, pair_scores
+from plumbing.training import loss_in_pieces
+from train_rm import pair_scores
 from tiny import (
     all_responses,
     assert_equal,
@@ -90,7 +91,7 @@ class Task:
         batch = {"tokens": self.tokens, "mask": self.mask, "scores": self.scores}
         batch |= {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
         batch["old_values"] = values if old_values is None else old_values
-        return batch | credit(batch, PPOConfig(lam=lam, whiten=False), self.kl_coef)
+        return batch | compute_advantages(batch, PPOConfig(lam=lam, whiten=False), self.kl_coef)
 
     def without_advantages(self):
         batch = self.record()

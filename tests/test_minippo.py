@@ -26,8 +26,8 @@ from minippo import (
     RewardModel,
     adapt_kl_coef,
     average,
-    credit,
-    describe,
+    compute_advantages,
+    batch_metrics,
     evaluate_actions,
     explained_variance,
     frozen_copy,
@@ -78,14 +78,13 @@ for_random_batches = pytest.mark.parametrize("seed", range(20))
 
 
 def drawing():
-    """The table of the header -> {row: its columns}; below "lam = 0", rows that have come before
-    are called "advantage, lam 0" and so on."""
+    """The table of the header -> {row: its columns}."""
     rows = {}
     for line in minippo.__doc__.split("    index t  ")[1].splitlines()[1:]:
         if line.startswith("    "):
             name, cells = re.match(r" +(\S+(?: \S+)*)  +(.*)", line).groups()
             cells = [float(x) if re.fullmatch(r"-?\d+\.\d+", x) else x for x in cells.split()]
-            rows[f"{name}, lam 0" if name in rows else name] = cells
+            rows[name] = cells
     return rows
 
 
@@ -104,12 +103,9 @@ def test_the_numbers_in_the_drawing_are_what_the_functions_give():
     assert "score of 1.40 and beta 0.1" in minippo.__doc__
     computed = {"log pi": batch["old_logprobs"], "log ref": batch["ref_logprobs"]}
     computed |= {"KL": batch["old_logprobs"] - batch["ref_logprobs"], "value": batch["old_values"]}
-    for lam, label in ((1.0, ""), (0.0, ", lam 0")):
-        x = credit(batch, PPOConfig(lam=lam), 0.1)
-        computed |= {"reward": x["rewards"], "return" + label: x["returns"]}
-        computed |= {"advantage" + label: x["advantages"], "whitened" + label: x["whitened"]}
-    computed["delta"] = computed["advantage, lam 0"]
-    del computed["whitened, lam 0"]
+    for name, x in compute_advantages(batch, PPOConfig(lam=1.0), 0.1).items():
+        computed[name.removesuffix("s")] = x
+    computed["delta"] = compute_advantages(batch, PPOConfig(lam=0.0), 0.1)["advantages"]
     now = f64([[0, *rows["log pi now"][1:4], 0]]).requires_grad_()
     ratio, A = (now - batch["old_logprobs"]).exp(), computed["whitened"]
     computed |= {"log pi now": now, "ratio": ratio, "clipped": ratio.clamp(0.8, 1.2)}
@@ -124,7 +120,8 @@ def test_the_numbers_in_the_drawing_are_what_the_functions_give():
     value = f64([[1.05]]).requires_grad_()
     loss, _ = value_loss(value, f64([[0.80]]), f64([[1.35]]), marks("x"), 0.2)
     loss.backward()
-    assert "now 1.05, had\n0.80" in minippo.__doc__ and "= 0.12, has no" in minippo.__doc__
+    assert "was 0.80 and is now 1.05; its clipped copy stops at 1.00" in minippo.__doc__
+    assert "(1.35 - 1.00)^2 = 0.12, and has no" in minippo.__doc__
     assert rows["return"][1] == 1.35 and rows["value"][1] == 0.80
     assert value.grad.item() == 0 and round(2 * loss.item(), 2) == 0.12
     for name, x in computed.items():
@@ -767,15 +764,17 @@ def test_a_rollout_holds_what_the_policy_the_reference_and_the_score_say():
 def test_credit_is_kl_adjusted_rewards_gae_and_whitening(seed):
     batch = random_batch(seed)
     mask, before = batch["mask"], {name: x.clone() for name, x in batch.items()}
-    config = PPOConfig(gamma=0.9, lam=0.8, kl_coef=123.0)  # credit() gets beta as it is now
-    x = credit(batch, config, 0.3)
+    config = PPOConfig(
+        gamma=0.9, lam=0.8, kl_coef=123.0
+    )  # compute_advantages() gets beta as it is now
+    x = compute_advantages(batch, config, 0.3)
     inputs = batch["old_logprobs"], batch["ref_logprobs"], mask
     rewards = kl_adjusted_rewards(batch["scores"], *inputs, 0.3)
     advantages, returns = gae(rewards, batch["old_values"], mask, 0.9, 0.8)
     expected = {"rewards": rewards, "advantages": advantages, "returns": returns}
     expected["whitened"] = whiten(advantages, mask)
     assert x.keys() == expected.keys() and all(torch.equal(x[k], y) for k, y in expected.items())
-    plain = credit(batch, replace(config, whiten=False), 0.3)
+    plain = compute_advantages(batch, replace(config, whiten=False), 0.3)
     assert torch.equal(plain["whitened"], advantages)
     assert all(torch.equal(batch[name], y) for name, y in before.items())  # nothing is overwritten
 
@@ -785,7 +784,7 @@ def credited(seed, **changes):
     more = {"entropy_coef": 0.1, "kl_loss_coef": 0.3, "vf_coef": 0.5, "value_clip": 0.4, "lam": 0.9}
     config = PPOConfig(**{"minibatches": 1, "max_grad_norm": inf, **more, **changes})
     batch = random_batch(seed)
-    return tiny_gpt(), batch | credit(batch, config, 0.1), config
+    return tiny_gpt(), batch | compute_advantages(batch, config, 0.1), config
 
 
 @for_random_batches
@@ -818,7 +817,7 @@ def test_neutral_values_switch_everything_off(seed):
     _, stats = ppo_loss(policy, batch, replace(config, vf_coef=1.0))
     squares = 0.5 * ((values - batch["returns"])[mask] ** 2).mean()
     assert stats["value_loss"] == pytest.approx(squares.item())
-    x = credit(batch, replace(config, whiten=False), 0.0)
+    x = compute_advantages(batch, replace(config, whiten=False), 0.0)
     scores = torch.where(mask, batch["scores"][:, None], 0.0)
     assert_equal(x["returns"], scores)  # with beta 0, gamma 1, lam 1 each token answers for it
     assert_equal(x["whitened"], scores - batch["old_values"])
@@ -832,7 +831,7 @@ def test_nothing_outside_the_mask_reaches_the_loss_its_gradient_or_what_is_watch
         policy.zero_grad()
         loss, stats = ppo_loss(policy, x, config)
         loss.backward()
-        seen.append((loss, gradients(policy), stats | describe(x, 0.1)))
+        seen.append((loss, gradients(policy), stats | batch_metrics(x, 0.1)))
     for loss, gradient, stats in seen[1:]:
         assert_equal(loss, seen[0][0])
         assert_equal(gradient, seen[0][1])
@@ -894,7 +893,7 @@ def test_before_the_first_step_the_ratio_is_1_and_then_it_moves_and_the_clip_act
     policy = tiny_gpt(dropout=0.5)  # in eval mode, and it stays there
     config = PPOConfig(max_new_tokens=8, temperature=0.7, epochs=4, minibatches=1)
     batch = rollout(policy, policy, score_by_length, PROMPTS, config)
-    batch |= credit(batch, config, 0.1)
+    batch |= compute_advantages(batch, config, 0.1)
     optimizer = torch.optim.Adam(policy.parameters(), 0.01)
     first, *_, last = ppo_update(policy, optimizer, batch, config)
     assert first["ratio_max"] == pytest.approx(1) and first["clip_frac"] == 0
@@ -952,11 +951,11 @@ def test_explained_variance_is_1_for_perfect_values_and_0_for_constant_ones():
 @for_random_batches
 def test_what_is_watched_is_what_the_names_say(seed):
     batch = random_batch(seed)
-    batch |= credit(batch, PPOConfig(), 0.1)
+    batch |= compute_advantages(batch, PPOConfig(), 0.1)
     mask, scores, old_logprobs = batch["mask"], batch["scores"], batch["old_logprobs"]
     log_ratio = torch.where(mask, old_logprobs - batch["ref_logprobs"], 0.0).sum(1)
     _, k3 = kl_per_response(old_logprobs, batch["ref_logprobs"], mask)
-    assert describe(batch, 0.25) == pytest.approx({
+    assert batch_metrics(batch, 0.25) == pytest.approx({
         "score": scores.mean().item(),
         "kl": log_ratio.mean().item(),
         "kl_k3": k3.mean().item(),
@@ -981,8 +980,8 @@ def test_an_iteration_is_rollout_credit_and_update_as_they_are_given():
 
         return watched
 
-    def other_credit(batch, config, kl_coef):
-        return {name: 2 * x for name, x in credit(batch, config, kl_coef).items()}
+    def other_advantages(batch, config, kl_coef):
+        return {name: 2 * x for name, x in compute_advantages(batch, config, kl_coef).items()}
 
     batch, metrics = ppo_iteration(
         policy,
@@ -993,16 +992,16 @@ def test_an_iteration_is_rollout_credit_and_update_as_they_are_given():
         config,
         0.3,
         rollout=watch("rollout", rollout),
-        credit=watch("credit", other_credit),
+        compute_advantages=watch("compute_advantages", other_advantages),
         loss_of=watch("loss", ppo_loss),
     )
-    assert [call[0] for call in calls] == ["rollout", "credit", *["loss"] * 4]
+    assert [call[0] for call in calls] == ["rollout", "compute_advantages", *["loss"] * 4]
     assert calls[0][1:] == (policy, ref, score_by_length, PROMPTS, config)
     assert calls[1][2:] == (config, 0.3)  # beta as it is now
-    for name, x in credit(batch, config, 0.3).items():
+    for name, x in compute_advantages(batch, config, 0.3).items():
         assert torch.equal(batch[name], 2 * x)
     passes = metrics.pop("passes")
-    assert len(passes) == 2 and metrics == describe(batch, 0.3) | average(passes)
+    assert len(passes) == 2 and metrics == batch_metrics(batch, 0.3) | average(passes)
     assert {"policy_loss", "value_loss", "approx_kl", "clip_frac", "grad_norm"} <= metrics.keys()
 
 
@@ -1079,7 +1078,7 @@ def test_functions_of_tensors_can_be_pasted_elsewhere_with_torch_and_those_that_
 
 def test_a_trace_is_the_table_of_the_drawing_turned_round():
     batch, rows = drawn_batch(), drawing()
-    batch |= credit(batch, PPOConfig(), 0.1)
+    batch |= compute_advantages(batch, PPOConfig(), 0.1)
     head, *lines = trace(batch, 0, rows["tokens"].__getitem__)
     titles = ["log pi", "log ref", "KL", "reward", "value", "advantage", "return", "whitened"]
     assert head == "".join(f"{title:>10}" for title in ["action", *titles])

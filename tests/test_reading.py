@@ -79,7 +79,7 @@ def test_a_loop_has_a_column_for_each_turn_and_a_mask_is_drawn(notes):
         and len(turns) == 5
     )
     assert said(notes, "return (action >= prompt_lengths")["->"] == ". x x x ."
-    lengths = said(notes, "lengths += going")["lengths"]
+    lengths = said(notes, "lengths += unfinished")["lengths"]
     assert lengths == " | ".join(map(str, range(2, 2 + len(lengths.split(" | ")))))
 
 

@@ -142,7 +142,7 @@ def test_what_is_beyond_the_step_of_a_resumed_run_goes_and_nothing_before_its_fi
 
 
 def test_another_algorithm_has_what_it_credits_and_tracks_nothing(tmp_path):
-    def credit(batch, config, kl_coef):
+    def compute_advantages(batch, config, kl_coef):
         advantages = batch["scores"][:, None] * batch["mask"]
         return {"advantages": advantages, "whitened": 2 * advantages}
 
@@ -150,13 +150,20 @@ def test_another_algorithm_has_what_it_credits_and_tracks_nothing(tmp_path):
         loss = policy.value_head.weight.sum()
         return loss, {"loss": loss.item()}
 
-    def line_of(settings, credit):
+    def line_of(settings, compute_advantages):
         config = PPOConfig(max_new_tokens=400)
-        train(tmp_path / "x", 1, config, settings, credit=credit, loss_of=loss_of)
+        train(
+            tmp_path / "x",
+            1,
+            config,
+            settings,
+            compute_advantages=compute_advantages,
+            loss_of=loss_of,
+        )
         return read(tmp_path / "x")[0]
 
     for settings, tracked in (({"algorithm": "RLOO"}, 0), ({"algorithm": ""}, 2), ({}, 2)):
-        line = line_of(settings, credit)
+        line = line_of(settings, compute_advantages)
         assert len(line["tracked"]) == tracked and len(line["sampled"]) == 2  # of up to 400 tokens
         for x in line["sampled"]:
             assert "reward" not in x and "return" not in x and len(x["value"]) == len(x["ids"])
@@ -167,11 +174,11 @@ def test_another_algorithm_has_what_it_credits_and_tracks_nothing(tmp_path):
 
 
 def test_what_is_not_whitened_is_left_as_it_is_and_unknown_prompts_have_no_grade(tmp_path):
-    def credit(batch, config, kl_coef):
+    def compute_advantages(batch, config, kl_coef):
         zeros = torch.zeros_like(batch["old_values"])
         return {"rewards": zeros, "advantages": zeros, "whitened": zeros, "returns": zeros}
 
-    train(tmp_path / "x", 1, credit=credit, prompts=[[9], [1]])
+    train(tmp_path / "x", 1, compute_advantages=compute_advantages, prompts=[[9], [1]])
     (line,) = read(tmp_path / "x")
     assert (line["mean"], line["std"], line["judge"]) == (0, 1e-4, None)
     grades = {x["prompt"]: x["judge"] for x in line["sampled"]}

@@ -184,7 +184,7 @@ def plain_ppo(folder, batches, values):
                 batch |= {f"{kind}_logprobs": x[0], f"{kind}_values": x[1]}
         eos = policy.config.eos
         batch["scores"], batch["ended"] = minippo.score_responses(score, tokens, mask, config, eos)
-        batch |= minippo.credit(batch, config, beta)
+        batch |= minippo.compute_advantages(batch, config, beta)
         torch.set_rng_state(random_state)
         share, stats = plain_share(step, values["steps"], values["warmup"]), []
         for _ in range(config.epochs):
@@ -195,7 +195,7 @@ def plain_ppo(folder, batches, values):
                 stats.append(more | {"loss": loss.item(), "grad_norm": norm})
         row = {name: sum(x[name] for x in stats) / len(stats) for name in stats[0]}
         row["ratio_max"] = max(x["ratio_max"] for x in stats)
-        row |= minippo.describe(batch, beta) | {"lr": share * lr}
+        row |= minippo.batch_metrics(batch, beta) | {"lr": share * lr}
         names = batch.keys() - {"tokens", "ref_values"}
         yield row | {f"sum of {name}": batch[name].sum().item() for name in names}
         error = min(max(row["kl"] / values["kl_target"] - 1, -0.2), 0.2)

@@ -24,7 +24,7 @@ from plumbing.rows import (
     read_ids,
     read_prompts,
     read_rows,
-    waiting,
+    progress,
 )
 from plumbing.tokenizer import Tokenizer, join_pairs, texts_of
 
@@ -277,6 +277,6 @@ def test_who_waits_is_told_how_far_it_is(capsys, monkeypatch):
     times = iter(range(0, 1000, 3))
     clock = SimpleNamespace(perf_counter=lambda: next(times))
     monkeypatch.setattr(rows_module, "time", clock)
-    assert list(waiting("answers", list(range(7)), 2)) == [[0, 1], [2, 3], [4, 5], [6]]
+    assert list(progress("answers", list(range(7)), 2)) == [[0, 1], [2, 3], [4, 5], [6]]
     said = ["    4 of 7 answers, 4 s left", "    7 of 7 answers, 0 s left"]
     assert capsys.readouterr().out.splitlines() == said

@@ -22,7 +22,6 @@ from plumbing.training import (
     first_model,
     join_batches,
     loss_in_pieces,
-    pair_scores,
     rollout_in_pieces,
     set_lr,
     split_batch,
@@ -40,6 +39,7 @@ from tiny import (
     tiny_reward_model,
     weights,
 )
+from train_rm import pair_scores
 
 
 def test_a_run_is_as_long_as_its_epochs_say_or_else_its_steps():
@@ -171,7 +171,7 @@ def loss_of_responses(policy, batch, config):
 def test_the_loss_its_gradient_and_its_stats_are_the_same_in_pieces(seed, loss_of):
     config = PPOConfig(entropy_coef=0.1, kl_loss_coef=0.3, vf_coef=0.5)
     policy, batch = tiny_gpt(), random_batch(seed)
-    batch |= minippo.credit(batch, config, 0.1)
+    batch |= minippo.compute_advantages(batch, config, 0.1)
     rows, seen = [], []
 
     def watched(policy, piece, config):
@@ -198,7 +198,7 @@ def test_an_update_in_pieces_ends_at_the_same_weights():
     for size in (0, 1, 2):
         torch.manual_seed(0)
         policy, batch = tiny_gpt(), random_batch(5)
-        batch |= minippo.credit(batch, config, 0.1)
+        batch |= minippo.compute_advantages(batch, config, 0.1)
         optimizer = torch.optim.SGD(policy.parameters(), 0.1)
         passes = minippo.ppo_update(
             policy, optimizer, batch, config, loss_in_pieces(ppo_loss, size)
@@ -228,8 +228,8 @@ def test_a_batch_is_split_and_joined_without_loss(seed):
 
 
 @pytest.mark.parametrize("size, sizes", [(0, [5]), (2, [2, 2, 1]), (9, [5])])
-@pytest.mark.parametrize("second_scoring", [False, True])
-def test_a_rollout_in_pieces_is_one_rollout(monkeypatch, size, sizes, second_scoring):
+@pytest.mark.parametrize("recompute_logprobs", [False, True])
+def test_a_rollout_in_pieces_is_one_rollout(monkeypatch, size, sizes, recompute_logprobs):
     policy, ref, seen = tiny_gpt(), tiny_gpt(), []
     prompts, config = [[1, 2, 3], [4], [5, 6], [7, 8], [9]], PPOConfig(6, temperature=0.7)
 
@@ -246,11 +246,11 @@ def test_a_rollout_in_pieces_is_one_rollout(monkeypatch, size, sizes, second_sco
     monkeypatch.setattr(fast, "generate", coarse)
     whole = minippo.rollout(policy, ref, score, prompts, config, coarse)
     seen.clear()
-    options = {"second_scoring": True} if second_scoring else {}
+    options = {"recompute_logprobs": True} if recompute_logprobs else {}
     batch = rollout_in_pieces(size, **options)(policy, ref, score, prompts, config)
     assert seen == sizes and batch.keys() == whole.keys()
     for name, x in whole.items():
-        off = 0.01 * (second_scoring and name in ("old_logprobs", "old_values"))
+        off = 0.01 * (recompute_logprobs and name in ("old_logprobs", "old_values"))
         assert_equal(batch[name], x - off * whole["mask"] if off else x)
         assert not batch[name].requires_grad
 

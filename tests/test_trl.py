@@ -73,7 +73,7 @@ def credit_of_trl(batch):
     )
 
 
-def credit(batch, mask):
+def trl_advantages(batch, mask):
     """Ours, where each row ends as in this mask; outside the response there is no KL."""
     x, a = batch, ARGUMENTS
     ref_logprobs = torch.where(x.mask, x.ref_logprobs, x.logprobs)
@@ -85,14 +85,14 @@ def test_rewards_and_advantages_are_trls_but_for_its_later_score_and_its_sample_
     theirs, mask, later = credit_of_trl(batch), batch.mask, batch.later
     assert torch.equal(~theirs.padding_mask, mask) and torch.equal(~theirs.padding_mask_p1, later)
     # As if each row that ended had one action more:
-    rewards, advantages, returns = credit(batch, later)
+    rewards, advantages, returns = trl_advantages(batch, later)
     assert_equal(rewards, theirs.rewards)
     assert_equal(returns, theirs.returns * later)
     whitened = whiten(torch.where(mask, advantages, 0.0), mask)
     N = mask.sum()
     assert_equal(theirs.advantages, whitened * ((N - 1) / N).sqrt(), 1e-7)  # 1e-8 in its variance
     # As it is here, the same in full rows, and only there:
-    rewards, _, returns = credit(batch, mask)
+    rewards, _, returns = trl_advantages(batch, mask)
     for ours, trls in ((rewards, theirs.rewards), (returns, theirs.returns * later)):
         same = (ours - trls).abs().amax(1) < 1e-12
         assert torch.equal(same, batch.lengths == T)

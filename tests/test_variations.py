@@ -44,8 +44,8 @@ from tiny import assert_equal, f64, inf, stir, tiny_gpt, weights
 from train_ppo import StageConfig
 from variations import best_of_n, dpo, ensemble, grpo, iterate, rloo
 from variations.ppo_penalty import PenaltyLoss, adapt_penalty
-from variations.reinforce import reinforce_credit, reinforce_loss
-from variations.sequence_ppo import sequence_credit, sequence_loss
+from variations.reinforce import reinforce_advantages, reinforce_loss
+from variations.sequence_ppo import sequence_advantages, sequence_loss
 
 PROMPTS = [[1, 0, 1], [0, 1]]  # of different lengths
 
@@ -100,18 +100,18 @@ class Task:
         batch |= {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
         return batch | {"old_values": old_values}
 
-    def loss(self, credit, loss_of, batch):
+    def loss(self, compute_advantages, loss_of, batch):
         """As a sum: times what it was divided by."""
-        batch = batch | credit(batch, self.config, self.config.kl_coef)
+        batch = batch | compute_advantages(batch, self.config, self.config.kl_coef)
         loss, stats = loss_of(self.policy, batch, self.config)
         return stats["count"] * loss
 
-    def expected_step(self, credit, loss_of, k=1):
+    def expected_step(self, compute_advantages, loss_of, k=1):
         """E of the step on k responses to a prompt, per response."""
         batch, chances, loss = self.rollout(), self.total().detach().exp(), 0.0
         for rows in self.groups.tolist():
             for group in map(list, itertools.product(rows, repeat=k)):
-                group_loss = self.loss(credit, loss_of, part(batch, group))
+                group_loss = self.loss(compute_advantages, loss_of, part(batch, group))
                 loss = loss + chances[group].prod() * group_loss / k
         step = -self.gradient(loss)
         assert step.norm() > 1e-2
@@ -123,22 +123,22 @@ def part(batch, rows):
 
 
 def reinforced(credit, baseline):
-    found = partial(reinforce_credit, credit=credit, baseline=baseline)
+    found = partial(reinforce_advantages, credit=credit, baseline=baseline)
     return found, partial(reinforce_loss, baseline=baseline)
 
 
 def grouped(no_std=False, no_length=False):
-    credit = partial(grpo.grpo_credit, k=2, no_std=no_std)
-    return credit, partial(grpo.grpo_loss, no_length=no_length)
+    compute_advantages = partial(grpo.grpo_advantages, k=2, no_std=no_std)
+    return compute_advantages, partial(grpo.grpo_loss, no_length=no_length)
 
 
-RLOO = partial(rloo.rloo_credit, k=2), rloo.rloo_loss
-BEST = partial(best_of_n.best_of_n_credit, n=2), best_of_n.imitation_loss
+RLOO = partial(rloo.rloo_advantages, k=2), rloo.rloo_loss
+BEST = partial(best_of_n.best_of_n_advantages, n=2), best_of_n.imitation_loss
 RUNGS = [reinforced(*x) for x in itertools.product(("total", "to_go"), (True, False))]
 EXACT = {
     **{f"rung {i}": (*rung, 1) for i, rung in enumerate(RUNGS)},
-    "one action": (sequence_credit, sequence_loss, 1),
-    "penalty": (minippo.credit, PenaltyLoss(), 1),
+    "one action": (sequence_advantages, sequence_loss, 1),
+    "penalty": (minippo.compute_advantages, PenaltyLoss(), 1),
     "rloo": (*RLOO, 2),
 }
 
@@ -276,16 +276,16 @@ def penalised(x):
     return -x.ratio * x.A + 1.7 * (x.ratio - 1 - x.ratio.log()) + 0.5 * half_square(x)
 
 
-GSPO = sequence_credit, partial(sequence_loss, mean=True)
-PAPER = {  # credit, loss_of; and of one response the terms of the mean
-    "reinforce": (reinforce_credit, reinforce_loss, lambda x: -x.ratio * x.A),
+GSPO = sequence_advantages, partial(sequence_loss, mean=True)
+PAPER = {  # compute_advantages, loss_of; and of one response the terms of the mean
+    "reinforce": (reinforce_advantages, reinforce_loss, lambda x: -x.ratio * x.A),
     "less value": (*reinforced("total", True), lambda x: -x.ratio * x.A + 0.5 * half_square(x)),
     "rloo": (*RLOO, lambda x: -clipped(x)),
     "grpo": (grouped()[0], grpo.grpo_loss, lambda x: grpo_terms(x).mean()),
     "no length": (*grouped(True, True), grpo_terms),
-    "one action": (sequence_credit, sequence_loss, lambda x: one_action(x, 1)),
+    "one action": (sequence_advantages, sequence_loss, lambda x: one_action(x, 1)),
     "gspo": (*GSPO, lambda x: one_action(x, 1 / len(x.A))),
-    "penalty": (minippo.credit, PenaltyLoss(1.7), penalised),
+    "penalty": (minippo.compute_advantages, PenaltyLoss(1.7), penalised),
     "best of n": (*BEST, lambda x: -x.logprobs[: len(x.logprobs) * x.chosen]),
 }
 
@@ -293,11 +293,11 @@ PAPER = {  # credit, loss_of; and of one response the terms of the mean
 @pytest.mark.parametrize("name", PAPER)
 @pytest.mark.parametrize("computed", ["plain", "fast"])
 def test_the_loss_of_a_minibatch_is_the_mean_of_the_paper_however_it_is_cut(name, computed):
-    credit, loss_of, terms = PAPER[name]
+    compute_advantages, loss_of, terms = PAPER[name]
     task = Task(horizon=3)
     config = replace(task.config, vf_coef=0.5, value_clip=0.1, whiten=True)
     batch = part(task.rollout(), [0, 3, 20, 29, 9, 14, 1, 0, 16, 15])
-    batch |= credit(batch, config, 0.3)
+    batch |= compute_advantages(batch, config, 0.3)
     stir(task.policy, 0.05)
     if computed == "fast":
         fast.install()
@@ -367,7 +367,7 @@ def test_the_responses_to_a_prompt_are_compared_with_each_other():
 def test_one_action_has_one_value_and_is_whitened_over_the_responses():
     task, rows = Task(), [2, 3, 9, 13, 0]
     batch = part(task.rollout(), rows)
-    found = sequence_credit(batch, replace(task.config, whiten=True), 0.3)
+    found = sequence_advantages(batch, replace(task.config, whiten=True), 0.3)
     first = batch["mask"].int().argmax(1, keepdim=True)
     values = batch["old_values"].gather(1, first)
     returns = (task.scores - 0.3 * task.kl().detach())[rows][:, None]
@@ -378,11 +378,11 @@ def test_one_action_has_one_value_and_is_whitened_over_the_responses():
         assert_equal(found[name], x * batch["mask"])
 
 
-def test_what_the_log_and_the_table_read_of_a_credit():
+def test_what_the_log_and_the_table_read_of_the_advantages():
     task = Task()
     batch = part(task.rollout(), [4, 9])
     mask = batch["mask"]
-    rewards = minippo.credit(batch, task.config, 0.3)["rewards"]
+    rewards = minippo.compute_advantages(batch, task.config, 0.3)["rewards"]
     to_go = rewards.flip(1).cumsum(1).flip(1) * mask
     for credit, baseline in itertools.product(("total", "to_go"), (True, False)):
         found = reinforced(credit, baseline)[0](batch, task.config, 0.3)
@@ -390,13 +390,13 @@ def test_what_the_log_and_the_table_read_of_a_credit():
         assert_equal(found["returns"], to_go)  # what the values learn, whatever the advantages are
         returns = rewards.sum(1, keepdim=True) * mask if credit == "total" else to_go
         assert_equal(found["advantages"], returns - baseline * batch["old_values"])
-    assert_equal(reinforce_credit(batch, task.config, 0.3)["advantages"], to_go)
+    assert_equal(reinforce_advantages(batch, task.config, 0.3)["advantages"], to_go)
     found = RLOO[0](batch, task.config, 0.3)
     assert_equal(found["returns"], rewards.sum(1, keepdim=True) * mask)
     whole = rewards.sum(1)
     assert_equal(found["advantages"], f64([[1.0], [-1.0]]) * (whole[0] - whole[1]) * mask)
     sign = (task.scores[4] - task.scores[9]).sign()
-    found = grpo.grpo_credit(batch, task.config, 0.3, k=2)
+    found = grpo.grpo_advantages(batch, task.config, 0.3, k=2)
     assert_equal(found["advantages"], f64([[1.0], [-1.0]]) * math.sqrt(0.5) * sign * mask)
 
 
@@ -411,7 +411,7 @@ def test_the_penalty_is_doubled_or_halved_beyond_one_and_a_half_times_its_target
 def test_the_penalty_follows_the_last_minibatch_in_pieces_too(size):
     task, loss = Task(), PenaltyLoss(3.0)
     batch = task.rollout()
-    batch |= loss.adapt_and_credit(batch, task.config, 0.3)
+    batch |= loss.adapt_and_compute_advantages(batch, task.config, 0.3)
     loss_of = loss_in_pieces(loss, size)
     for minibatch in (part(batch, [0, 1, 2]), part(batch, [3, 7, 9, 10])):
         task.policy.zero_grad()
@@ -425,7 +425,7 @@ def test_the_penalty_follows_the_last_minibatch_in_pieces_too(size):
     for target, c in ((d / 1.6, 6.0), (d / 1.4, 3.0), (d * 1.4, 3.0), (d * 1.6, 1.5)):
         other = PenaltyLoss(target=target)
         other.load_state_dict(kept)
-        other.adapt_and_credit(batch, task.config, 0.3)
+        other.adapt_and_compute_advantages(batch, task.config, 0.3)
         assert other.c == c
 
 

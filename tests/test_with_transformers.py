@@ -194,7 +194,7 @@ def a_batch(policy, config):
         policy, ref, lambda tokens, mask: mask.sum(1).float(), prompts, config, sample
     )
     stir(policy, 0.02)
-    return batch | minippo.credit(batch, config, 0.1)
+    return batch | minippo.compute_advantages(batch, config, 0.1)
 
 
 def step(policy, batch, config, micro_batch=1000, bfloat16=False):
@@ -323,7 +323,7 @@ def test_an_iteration_has_both_learning_rates_all_weights_and_all_prompts(monkey
         assert {*body["params"], *head["params"]} == {*policy.parameters()}
         assert head["params"] == [*policy.value_head.parameters()]
         assert {*batch["mask"].int().argmax(1).tolist()} == {0, 3}  # both prompts
-        rewards = minippo.credit(batch, config, 0.2)["rewards"]
+        rewards = minippo.compute_advantages(batch, config, 0.2)["rewards"]
         torch.testing.assert_close(batch["rewards"], rewards)
         optimizer.step()
         stir(policy, 0.05)  # so the KL is not 0

@@ -1,9 +1,9 @@
 """PPO's neighbours. Each file shows first the function that differs from PPO, then how to run it.
 
-Another `credit` (what does each token deserve?), another `loss_of`, or both. All else is
+Another `compute_advantages` (what does each token deserve?), another `loss_of`, or both. All else is
 train_ppo.py, with its flags:
 
-reinforce      log pi of each token times what came of it: no clip, no lambda
+reinforce      log pi of each token times its return: no clip, no lambda
 rloo           several responses to a prompt are each other's baseline
 grpo           the same with mean and standard deviation, and the KL in the loss
 sequence_ppo   the whole response is one action

@@ -33,7 +33,7 @@ def best_rows(rewards, n):
     return (torch.arange(n, device=rewards.device) == best).flatten()
 
 
-def best_of_n_credit(batch, config, kl_coef, n):
+def best_of_n_advantages(batch, config, kl_coef, n):
     kl, _ = kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], batch["mask"])
     return {"chosen": best_rows(batch["scores"] - kl_coef * kl, n)}
 
@@ -57,7 +57,7 @@ def main():
     flags = take_flags(__doc__, BestConfig())
     refuse_flags("clip_eps", *GROUPS, *TERMS)
     sys.argv += ["--group_size", str(flags.n)]
-    train_ppo.main(partial(best_of_n_credit, n=flags.n), imitation_loss, "best of n")
+    train_ppo.main(partial(best_of_n_advantages, n=flags.n), imitation_loss, "best of n")
 
 
 if __name__ == "__main__":

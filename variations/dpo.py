@@ -15,7 +15,7 @@ same x. So put this r into it, and train pi on the pairs (chosen, rejected). The
     DPO = -log sigmoid(beta * h)          Rafailov et al., arXiv:2305.18290, eq. 7
     IPO = (h - 1 / (2 beta))^2            Azar et al., arXiv:2310.12036, eq. 17: h has a target
 
-This r is not divided by its standard deviation, as scores are: the same --kl_coef is another price.
+Scores are divided by their standard deviation, r is not; so the same --kl_coef is another price.
 The loss needs neither rm.pt nor samples. Both are only for the log and the report.
 """
 
@@ -24,7 +24,7 @@ from functools import partial
 
 import torch
 
-from minippo import PPOConfig, average, describe, evaluate_actions, ppo_update
+from minippo import PPOConfig, average, batch_metrics, evaluate_actions, ppo_update
 from plumbing.checkpoints import save_checkpoint
 from plumbing.errors import UserError, run_script
 from plumbing.models import load_models
@@ -99,7 +99,7 @@ def main():
         answers = [(prompt, answer) for prompt, *pair in some_pairs for answer in pair]
         tokens, mask = (x.unflatten(0, (-1, 2)) for x in pad_completions(answers, run.device))
         passes = ppo_update(policy, optimizer, {"tokens": tokens, "mask": mask}, config, loss_of)
-        metrics = describe(samples, config.kl_coef) | average(passes)
+        metrics = batch_metrics(samples, config.kl_coef) | average(passes)
         watch.end_step(samples, metrics | {"passes": passes, "lr": lr}, config.kl_coef)
 
     save_checkpoint(run.out / "ppo.pt", "ppo", policy, tokenizer)

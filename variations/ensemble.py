@@ -6,7 +6,7 @@
 Reward hacking: PPO finds answers that a reward model scores too high. Models of other seeds err in
 other places (Coste et al., arXiv:2310.02743). Only the score differs from PPO:
 
-    variations.ensemble:mean       1/m * sum of r_i(x, y)    an error counts for an m-th
+    variations.ensemble:mean       1/m * sum of r_i(x, y)    an error of one counts 1/m
     variations.ensemble:minimum    min of r_i(x, y)          high only where all agree
 
 All start from one SFT model and may share its errors (Eisenstein et al., arXiv:2312.09244). The

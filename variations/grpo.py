@@ -11,7 +11,7 @@ For the k responses to a prompt (DeepSeekMath, arXiv:2402.03300, section 4.1.2 a
 
 What each part does to the expected step (at ratio 1; tests/test_variations.py, to 1e-9):
 
-mean    of all k, response i among them: (k - 1) / k of the gradient of E[score].
+mean    includes response i: so only (k - 1) / k of the gradient of E[score].
 std     no longer that gradient: prompts whose scores hardly differ count as much as others. With
         k = 2, A is 0.71 or -0.71 (with 1 / k in std: 1 or -1), however far apart the scores are,
         and the step is the gradient of P(win) - P(lose) against another sample, times that number.
@@ -38,7 +38,7 @@ def group_advantages(scores, k, no_std=False):
     return (advantages / std).flatten()
 
 
-def grpo_credit(batch, config, kl_coef, k, no_std=False):
+def grpo_advantages(batch, config, kl_coef, k, no_std=False):
     advantages = group_advantages(batch["scores"], k, no_std)[:, None] * batch["mask"]  # (B, T-1)
     return {"advantages": advantages, "whitened": advantages}
 
@@ -73,8 +73,8 @@ def main():
     flags = take_flags(__doc__, GRPOConfig())
     refuse_flags(*UNREAD)
     sys.argv += ["--group_size", str(flags.k)]
-    credit = partial(grpo_credit, k=flags.k, no_std=flags.no_std)
-    train_ppo.main(credit, partial(grpo_loss, no_length=flags.no_length), "GRPO")
+    advantages = partial(grpo_advantages, k=flags.k, no_std=flags.no_std)
+    train_ppo.main(advantages, partial(grpo_loss, no_length=flags.no_length), "GRPO")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python -m variations.iterate --ppo "--kl_coef 0"    where nothing but the labels holds PPO back
 
 A reward model is right near the text of its pairs, and PPO moves away from that text. So the judge,
-who labelled the default data, labels new pairs (Christiano et al., arXiv:1706.03741, section 2.2;
+which labelled the default data, labels new pairs (Christiano et al., arXiv:1706.03741, section 2.2;
 Bai et al., arXiv:2204.05862, section 4.5). A round has a folder: in out/iterate/2, ppo.pt is
 trained on the scores of out/iterate/1/rm.pt. data/ holds all pairs so far and new ones, an answer
 of ppo.pt and one of sft.pt: P(a is chosen) = sigmoid(judge(a) - judge(b)). rm.pt learns from data/.

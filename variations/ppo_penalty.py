@@ -18,7 +18,7 @@ import math
 from dataclasses import dataclass
 
 import train_ppo
-from minippo import credit, evaluate_actions, masked_mean, policy_loss, value_loss
+from minippo import compute_advantages, evaluate_actions, masked_mean, policy_loss, value_loss
 from plumbing.errors import run_script
 from variations import TERMS, refuse_flags, take_flags
 
@@ -51,11 +51,11 @@ class PenaltyLoss:
         stats |= {"loss": loss.item(), "count": count, "penalty": self.c}
         return loss, stats | value_stats
 
-    def adapt_and_credit(self, batch, config, kl_coef):
-        """PPO's credit; before it, c follows from the update before."""
+    def adapt_and_compute_advantages(self, batch, config, kl_coef):
+        """PPO's advantages; before that, c follows from the update before."""
         if self.tokens:
             self.c = adapt_penalty(self.c, self.kl_sum / self.tokens, self.target)
-        return credit(batch, config, kl_coef)
+        return compute_advantages(batch, config, kl_coef)
 
     def state_dict(self):
         return {name: getattr(self, name) for name in ("c", "kl_sum", "tokens")}
@@ -72,7 +72,7 @@ def adapt_penalty(c, d, target):
 def main():
     loss = take_flags(__doc__, PenaltyLoss())
     refuse_flags("clip_eps", *TERMS)
-    train_ppo.main(loss.adapt_and_credit, loss, "PPO penalty")
+    train_ppo.main(loss.adapt_and_compute_advantages, loss, "PPO penalty")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""REINFORCE: log pi of each token times what came of it. PPO without the clip and without lambda.
+"""REINFORCE: log pi of each token times its return. PPO without the clip and without lambda.
 
     python -m variations.reinforce                   after train_sft.py and train_rm.py
     python -m variations.reinforce --credit total    a token answers for the whole response
@@ -32,7 +32,7 @@ from plumbing.errors import UserError, run_script
 from variations import CRITIC, refuse_flags, take_flags
 
 
-def reinforce_credit(batch, config, kl_coef, credit="to_go", baseline=False):
+def reinforce_advantages(batch, config, kl_coef, credit="to_go", baseline=False):
     old_logprobs, ref_logprobs, mask = batch["old_logprobs"], batch["ref_logprobs"], batch["mask"]
     rewards = kl_adjusted_rewards(batch["scores"], old_logprobs, ref_logprobs, mask, kl_coef)
     values = batch["old_values"] * baseline  # (B, T-1)
@@ -62,8 +62,8 @@ def main():
     flags = take_flags(__doc__, ReinforceConfig())
     baseline = flags.baseline
     refuse_flags("gamma", "lam", "clip_eps", "no_whiten", *(() if baseline else CRITIC))
-    credit = partial(reinforce_credit, credit=flags.credit, baseline=baseline)
-    train_ppo.main(credit, partial(reinforce_loss, baseline=baseline), "REINFORCE")
+    advantages = partial(reinforce_advantages, credit=flags.credit, baseline=baseline)
+    train_ppo.main(advantages, partial(reinforce_loss, baseline=baseline), "REINFORCE")
 
 
 if __name__ == "__main__":

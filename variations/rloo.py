@@ -31,7 +31,7 @@ def leave_one_out(rewards, k):
     return (rewards - others).flatten()
 
 
-def rloo_credit(batch, config, kl_coef, k):
+def rloo_advantages(batch, config, kl_coef, k):
     mask = batch["mask"]
     kl, _ = kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], mask)
     rewards = batch["scores"] - kl_coef * kl  # (B,)
@@ -54,7 +54,7 @@ def main():
     flags = take_flags(__doc__, RLOOConfig())  # train_ppo.py reads the others
     refuse_flags(*GROUPS)  # they would have no effect
     sys.argv += ["--group_size", str(flags.k)]
-    train_ppo.main(partial(rloo_credit, k=flags.k), rloo_loss, "RLOO")
+    train_ppo.main(partial(rloo_advantages, k=flags.k), rloo_loss, "RLOO")
 
 
 if __name__ == "__main__":

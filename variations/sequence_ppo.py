@@ -12,7 +12,7 @@ At ratio 1, without whitening, the expected step is the gradient of J (test: 1e-
 All tokens have the same advantage, and V has read the prompt alone. The ratio is the product of the
 ratios of all tokens. So it leaves the clip range sooner, and then no token has a gradient. --mean
 takes the geometric mean instead: this product to the power of 1 / length (GSPO, Zheng et al.,
-arXiv:2507.18071, who clip it at 1 - 3e-4 and 1 + 4e-4). It divides the gradient by the length too.
+arXiv:2507.18071, who clip it at 1 - 3e-4 and 1 + 4e-4). This divides the gradient by the length too.
 """
 
 from dataclasses import dataclass
@@ -29,16 +29,16 @@ def at_first_token(x, mask):
     return x.gather(1, mask.int().argmax(1, keepdim=True))
 
 
-def sequence_credit(batch, config, kl_coef):
+def sequence_advantages(batch, config, kl_coef):
     mask = batch["mask"]
     kl, _ = kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], mask)
     returns = (batch["scores"] - kl_coef * kl)[:, None]  # (B, 1)
     values = at_first_token(batch["old_values"], mask)
     advantages = returns - values
     whitened = whiten(advantages, mask.any(1, keepdim=True)) if config.whiten else advantages
-    credit = {"old_values": values, "returns": returns}
-    credit |= {"advantages": advantages, "whitened": whitened}
-    return {name: x * mask for name, x in credit.items()}  # (B, T-1): the same at all tokens
+    result = {"old_values": values, "returns": returns}
+    result |= {"advantages": advantages, "whitened": whitened}
+    return {name: x * mask for name, x in result.items()}  # (B, T-1): the same at all tokens
 
 
 def sequence_loss(policy, batch, config, mean=False):
@@ -65,7 +65,7 @@ class SequenceConfig:
 def main():
     flags = take_flags(__doc__, SequenceConfig())
     refuse_flags("gamma", "lam", *TERMS)
-    train_ppo.main(sequence_credit, partial(sequence_loss, mean=flags.mean), "sequence PPO")
+    train_ppo.main(sequence_advantages, partial(sequence_loss, mean=flags.mean), "sequence PPO")
 
 
 if __name__ == "__main__":

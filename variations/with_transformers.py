@@ -11,8 +11,8 @@ In main(), put your own in place of
     score        text_score(a function of prompts and responses), or classifier_score(a classifier)
 
 and give train() smaller learning rates: lr 3e-6 and head_lr (of the value head) 1e-4 may do for a
-GPT-2. If memory is
-short, lower micro_batch for the update, batch_size for sampling too; bfloat16=True helps both.
+GPT-2. If memory is short, lower micro_batch for the update, and batch_size for sampling too;
+bfloat16=True helps both.
 
 Scores with a spread of about 1 suit kl_coef 0.1. For a given KL instead of a given price, change
 kl_coef by minippo.adapt_kl_coef after each iteration. Do not wrap the policy for several GPUs:
@@ -28,8 +28,8 @@ import transformers
 
 from minippo import (
     PPOConfig,
-    credit,
-    describe,
+    compute_advantages,
+    batch_metrics,
     evaluate_actions,
     frozen_copy,
     gather_logprobs,
@@ -163,7 +163,7 @@ def train(
     head_lr=3e-2,
     bfloat16=False,
 ):
-    """PPO for some iterations, in place -> what minippo.describe says of each batch."""
+    """PPO for some iterations, in place -> what minippo.batch_metrics says of each batch."""
     device = gpt2.device
     policy = Policy(gpt2, tokenizer.eos_token_id).to(device).eval()  # for good: no dropout
     ref = frozen_copy(policy)
@@ -181,10 +181,10 @@ def train(
             warnings.warn(
                 f"the scores have a spread of {spread:.2g}; about 1 suits kl_coef 0.1", stacklevel=2
             )
-        batch |= credit(batch, config, config.kl_coef)
+        batch |= compute_advantages(batch, config, config.kl_coef)
         update(policy, optimizer, batch, config, micro_batch, autocast)
         schedule.step()
-        log.append(describe(batch, config.kl_coef))
+        log.append(batch_metrics(batch, config.kl_coef))
         if step % 10 == 0 or step + 1 == steps:
             watch = "  ".join(f"{name} {log[-1][name]:6.2f}" for name in ("score", "kl", "entropy"))
             text = tokenizer.decode(batch["tokens"][0], skip_special_tokens=True)

@@ -446,8 +446,8 @@ MUTANTS = [
         UNIT + "credit_is_kl_adjusted_rewards_gae_and_whitening",
     ),
     Mutant(
-        "the credit of PPO whatever is given",
-        [("batch |= credit(batch, config, kl_coef)", 'batch |= globals()["credit"](batch, config, kl_coef)')],
+        "the compute_advantages of PPO whatever is given",
+        [("batch |= compute_advantages(batch, config, kl_coef)", 'batch |= globals()["compute_advantages"](batch, config, kl_coef)')],
         "an argument that nothing reads",
         "every neighbour of PPO is PPO",
         UNIT + "an_iteration_is_rollout_credit_and_update_as_they_are_given",
@@ -512,7 +512,7 @@ MUTANTS = [
     # What is reported
     Mutant(
         "values that miss by a constant explain all",
-        [("unforeseen = (returns - values)[mask].var(correction=0)", "unforeseen = (returns - values)[mask].pow(2).mean()")],
+        [("unexplained = (returns - values)[mask].var(correction=0)", "unexplained = (returns - values)[mask].pow(2).mean()")],
         "explained variance computed as a mean squared error",
         "the metric disagrees with every other implementation",
         UNIT + "explained_variance_is_1_for_perfect_values_and_0_for_constant_ones",

@@ -248,9 +248,9 @@ VARIATION_MUTANTS = [
         EXACT,
     ),
     reinforce(
-        "another credit on resume",
-        "credit = partial(reinforce_credit, credit=flags.credit, baseline=baseline)",
-        "credit = lambda *x: reinforce_credit(*x, credit=flags.credit, baseline=baseline)",
+        "another compute_advantages on resume",
+        "advantages = partial(reinforce_advantages, credit=flags.credit, baseline=baseline)",
+        "advantages = lambda *x: reinforce_advantages(*x, credit=flags.credit, baseline=baseline)",
         "settings that a checkpoint does not hold",
         "half of a run by one algorithm, half by another",
         PROGRAM,
