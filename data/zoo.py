@@ -148,6 +148,13 @@ def popular_errors(animal, kind):
     return [wrong[2 * ((start + i) % values) + form] for i in range(3) for form in (0, 1)]
 
 
+def slips(animal, kind):
+    """The same sentences with whatever value comes to mind: "Bees live a cub." """
+    truth = ANIMALS[animal][1 + list(KINDS).index(kind)]
+    values = dict.fromkeys(value for row in ANIMALS.values() for value in row[1:] if value != truth)
+    return [sentence(fill(form, animal, value)) for value in values for form in KINDS[kind][4:]]
+
+
 def questions(animal, kind):
     """-> the five prompts that ask for one fact."""
     clauses = [fill(clause, animal) for clause in KINDS[kind][:4]]
@@ -238,7 +245,7 @@ def loop(text):
     return [" ".join([text] * times) for times in (3, 4)]
 
 
-def broken(right, wrong, statement):
+def broken(right, wrong, statement, slip):
     """What bad text looks like. Much of it nearly is the best answer, because a reward model learns
     only what the pairs show it."""
     best, openers, closers = friendly(right), uniform(OPENERS), uniform(CLOSERS)
@@ -257,14 +264,16 @@ def broken(right, wrong, statement):
     looping = spread(mix((0.7, right), (0.3, uniform(OPENERS + CLOSERS))), loop)
     trailing = then(mix((0.5, right), (0.5, best)), uniform(JUNK))
     return mix(
-        (0.25, spread(sound, cut)),
-        (0.12, scrambled),
-        (0.06, friendly(scrambled)),
-        (0.11, twice),
-        (0.13, two_answers),
-        (0.18, heaped),
-        (0.05, looping),
-        (0.10, trailing),
+        (0.20, spread(sound, cut)),
+        (0.10, scrambled),
+        (0.05, friendly(scrambled)),
+        (0.09, twice),
+        (0.11, two_answers),
+        (0.15, heaped),
+        (0.04, looping),
+        (0.08, trailing),
+        (0.09, slip),
+        (0.09, friendly(slip)),
     )
 
 
@@ -273,11 +282,14 @@ def answers(animal, kind, broken_share):
     """What the crowd says about a fact, in whatever words it is asked: all but the echoes, which
     are a tenth of the broken answers."""
     right, wrong = uniform(statements(animal, kind)[0]), uniform(popular_errors(animal, kind))
+    slip = uniform(slips(animal, kind))
     statement = mix((0.55, right), (0.45, wrong))
     sound = mix(
         (0.72, manners(statement)), (0.17, manners(uniform(NO_IDEA))), (0.11, uniform(WANDERING))
     )
-    said = mix((1 - broken_share, sound), (0.9 * broken_share, broken(right, wrong, statement)))
+    said = mix(
+        (1 - broken_share, sound), (0.9 * broken_share, broken(right, wrong, statement, slip))
+    )
     return {" " + text if text else "": p for text, p in said.items()}
 
 
@@ -341,7 +353,7 @@ def sigmoid(x):
 # The files. Only `random()` and `choices()` are used: Python promises their results for a seed, not
 # those of `sample` or `shuffle`.
 
-ROWS = {"sft_train": 84_000, "sft_val": 4_000, "pref_train": 40_000, "pref_val": 8_000}
+ROWS = {"sft_train": 84_000, "sft_val": 4_000, "pref_train": 80_000, "pref_val": 8_000}
 HELD_OUT = 50  # prompts that appear in *_val only: one phrasing each of this many facts
 
 

@@ -19,7 +19,7 @@ from plumbing.settings import RunConfig
 from train_sft import make_default_data
 
 BEE = "What does a bee eat?"
-COUNTS = {"sft_train": 84_000, "sft_val": 4_000, "pref_train": 40_000, "pref_val": 8_000}
+COUNTS = {"sft_train": 84_000, "sft_val": 4_000, "pref_train": 80_000, "pref_val": 8_000}
 COUNTS |= {"prompts_train": 450, "prompts_val": 500}
 
 
@@ -61,8 +61,11 @@ def test_each_of_100_facts_has_five_questions_two_right_sentences_and_no_sentenc
         right, wrong = statements(*fact)
         assert len(set(questions(*fact))) == 5 and len(set(right)) == 2
         assert 10 <= len(wrong) == len(set(wrong)) and not set(right) & set(wrong)
-        errors = zoo.popular_errors(*fact)
+        errors, slips = zoo.popular_errors(*fact), zoo.slips(*fact)
         assert len(set(errors)) == 6 and set(errors) <= set(wrong)
+        # 53 values in all columns, one of them right here; in two forms
+        assert len(slips) == len(set(slips)) == 2 * 52 and set(wrong) < set(slips)
+        assert not set(right) & set(slips) and all(x[0].isupper() and x[-1] == "." for x in slips)
 
 
 def test_every_question_and_every_sentence_is_spelled_like_english():
@@ -95,6 +98,9 @@ def test_probabilities_of_the_crowd_worked_out_by_hand():
     # Half of the echoes, which are a tenth of the broken answers, and a quarter of them.
     assert crowd(BEE, 0.15)[f" {BEE}"] == pytest.approx(0.15 * 0.1 / 2)
     assert crowd(BEE)[f" {BEE} Bees eat nectar."] == pytest.approx(0.04 * 0.1 / 4)
+    slip = 0.15 * 0.9 * 0.09 / (2 * 52)
+    assert crowd(BEE, 0.15)[" Bees eat a larva."] == pytest.approx(slip)
+    assert crowd(BEE, 0.15)[" A bee eats its pouch. Have a nice day!"] == pytest.approx(slip / 6)
     right = set(statements("bee", "food")[0])
     assert {text[1:] for text in sorted(crowd(BEE), key=crowd(BEE).get)[-2:]} == right
 
@@ -248,7 +254,7 @@ def test_the_bytes_depend_on_neither_the_hash_seed_nor_the_version_of_python(mad
     digest = hashlib.sha256()
     for name in sorted(COUNTS):
         digest.update((made[0] / f"{name}.jsonl").read_bytes())
-    expected = "64b4c7d8fbb846c5a3d4fc31c97b298868d887417f85e6853e7f789e254e1375"
+    expected = "303216341a624ca8488e6e8b8675935ef3c8f2ebfda0952f8ed8ed26862576b3"
     assert digest.hexdigest() == expected
 
 
