@@ -36,17 +36,17 @@ that choice stands at index t. With the prompt "Bees eat", a score of 1.40 and b
     tokens       Bees   eat    sweet  nectar <eos>  pad     (B, T); <eos> is the end token
     action       eat    sweet  nectar <eos>  pad            tokens[:, t + 1]; from here on (B, T-1)
     mask         .      x      x      x      .              is the action part of the response?
-    log pi       .     -0.50  -1.20  -0.10   .              of the action, under the policy
+    log pi       .     -0.50  -1.20  -0.10   .              of the action; below, pi is called old
     log ref      .     -1.00  -1.00  -0.30   .              of the action, under the reference
     KL           .      0.50  -0.20   0.20   .              its part of the KL: log pi - log ref
-    reward       .     -0.05   0.02   1.38   .              -beta * KL, and the last gets the score
+    reward       .     -0.05   0.02   1.38   .              -beta * KL; the last gets the score too
     value        .      0.80   1.00   1.20   .              prediction: sum of the rewards to come
 
 Phase 3 (section 5): how much better than expected did each action turn out? The value after the
-last action counts as 0.
+last action counts as 0. (A setting, lam, is 1 here.)
 
     delta        .      0.15   0.22   0.18   .              reward + next value - value
-    advantage    .      0.55   0.40   0.18   .              this delta and all later ones (lam = 1)
+    advantage    .      0.55   0.40   0.18   .              sum of this delta and all later ones
     return       .      1.35   1.40   1.38   .              rewards from here on; advantage + value
     whitened     .      1.14   0.15  -1.29   .              mean 0, variance 1 (a batch of one row)
 
@@ -54,10 +54,10 @@ Phase 4, after a gradient step, with clip_eps and value_clip 0.2. A is the white
 of <eos> is below 0: better than expected, but by less than the others.) Where the clipped product
 is the smaller one, the token has no gradient, because a clipped ratio is a constant. The value at
 index 1 was 0.80 and is now 1.05; its clipped copy stops at 1.00. The larger of the two errors
-counts, (1.35 - 1.00)^2 = 0.12, and has no gradient either.
+counts, (1.35 - 1.00)^2 = 0.12 and not 0.30^2 = 0.09, and has no gradient either.
 
     log pi now   .     -0.25  -1.10  -0.40   .              of the same actions, after the step
-    ratio        .      1.28   1.11   0.74   .              pi / old = exp(log pi now - log pi)
+    ratio        .      1.28   1.11   0.74   .              pi now / old: exp of the difference
     clipped      .      1.20   1.11   0.80   .              the ratio, kept from 0.8 to 1.2
     ratio * A    .      1.46   0.17  -0.96   .
     clipped * A  .      1.37   0.17  -1.04   .              loss: minus the mean of the smaller ones
@@ -82,7 +82,7 @@ import torch.nn.functional as F
 
 @dataclass
 class GPTConfig:
-    vocab_size: int = 1024  # tokens in the vocabulary; the last one is the end token [257, 1e6]
+    vocab_size: int = 1024  # tokens in the vocabulary, with the end token, the last [257, 1e6]
     context: int = 128  # longest prompt and response together, in tokens [8, inf]
     layers: int = 4  # transformer blocks [1, inf]
     heads: int = 4  # attention heads [1, inf]
@@ -192,7 +192,9 @@ class RewardModel(nn.Module):
 
     Made from a GPT, it starts with a copy of that trunk. After its training train_rm.py sets `mean`
     and `std`, so that the SFT model's own answers have scores of mean 0 and standard deviation 1:
-    then beta means the same whatever the reward model.
+    then beta means the same whatever the reward model. And it sets `cap`, which one answer in a
+    hundred exceeds. Above it scores are cut off: a policy should gain nothing where there is hardly
+    any answer to learn from (Fu et al., arXiv:2502.18770).
     """
 
     def __init__(self, config_or_gpt):
@@ -205,12 +207,14 @@ class RewardModel(nn.Module):
         nn.init.zeros_(self.score_head.bias)
         self.register_buffer("mean", torch.zeros(()))
         self.register_buffer("std", torch.ones(()))
+        self.register_buffer("cap", torch.tensor(math.inf))
 
     def forward(self, tokens, lengths):
         """tokens (B, T), lengths (B,) -> (B,), read at the last token, which has seen them all."""
         last = torch.arange(tokens.shape[1], device=tokens.device) == lengths[:, None] - 1  # (B, T)
         hidden = self.trunk(tokens)[last]  # (B, C): `last` is true once in each row
-        return (self.score_head(hidden).squeeze(-1) - self.mean) / self.std
+        scores = (self.score_head(hidden).squeeze(-1) - self.mean) / self.std
+        return torch.minimum(scores, self.cap)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -333,7 +337,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
 # Bradley and Terry (1952): people prefer answer a to b with probability sigmoid(score(a) -
 # score(b)). Only differences count, so the zero of the scores is free. Why pairs? People agree on
 # which of two answers is better more than on grades. Why a model? Nobody would grade all responses
-# that PPO samples, 76,800 in train_ppo.py. They differ from the answers in the pairs (*distribution
+# that PPO samples, 57,600 in train_ppo.py. They differ from the answers in the pairs (*distribution
 # shift*), and there the scores may be wrong. A policy that learns to get high scores where they are
 # wrong does *reward hacking*. That is why the KL has a price.
 
@@ -369,7 +373,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # from here to PPO:
 #
 # 1. Only what comes after. Let tokens have rewards of their own (they will pay for their KL). A
-#    token cannot change the rewards before it: on average these add 0, for the reason under 2. So
+#    token cannot change the rewards before it: on average these add 0 (see 2). So
 #    its number is the sum of the rewards from it on, the *return*.
 # 2. A baseline. Something that does not depend on the action may be subtracted from the return. On
 #    average it changes nothing: sum_a pi(a) grad log pi(a) = grad sum_a pi(a) = grad 1 = 0. But the
@@ -378,16 +382,16 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #    estimates Q - V, with Q, the return to be expected after the action.) The network that predicts
 #    values is called the *critic*, and the policy the *actor*.
 # 3. Several gradient steps on one batch, or on its parts, because for large models sampling is
-#    slow. The first step is *on-policy*: the policy that is trained has sampled the batch. After
-#    it, that is another policy, the *old* one, and the next steps are *off-policy*. The *ratio* pi
-#    / old corrects for that, choice by choice (*importance sampling*): E_old[ratio * A] =
+#    slow. The first step is *on-policy*: the policy that is trained has sampled the batch. Then it
+#    changes, what sampled is called the *old* policy, and the steps are *off-policy*. The *ratio*
+#    pi / old corrects for that, choice by choice (*importance sampling*): E_old[ratio * A] =
 #    sum_a old(a) (pi(a) / old(a)) A(a) = E_pi[A]. (The states are still those that old reached;
 #    this is not corrected.) Since grad ratio = ratio * grad log pi, at ratio 1, where an update
 #    begins, ratio * A has the gradient from above. Far from 1, a few tokens with a large ratio
 #    dominate the mean. So PPO clips the ratio.
 #
 # Do not confuse two policies: the old one sampled this batch, a few gradient steps ago. The
-# reference is the policy as PPO found it. The ratio compares pi with old; the KL, pi with ref. The
+# reference is the SFT model, frozen. The ratio compares pi with old; the KL, pi with ref. The
 # KL has a direction. KL(pi || ref) is a mean over what pi says. So saying what ref hardly ever says
 # is expensive; giving up answers is cheap. KL(ref || pi), a mean over what ref says, would keep all
 # of its answers alive, mistakes too.
@@ -473,16 +477,17 @@ def whiten(x, mask):
 # is gained by leaving the range from 1 - eps to 1 + eps on the side that A asks for. A ratio that
 # has left on the other side, moved by other tokens (all share the weights), is pulled back. A
 # *trust region* is a limit that the new policy cannot leave. This range is none: one step can jump
-# past it. By default each response is used once, in one of four steps, and the clip hardly acts; in
-# four passes over a batch, optimality (README.md) falls from 0.91 to 0.52 without it (RESULTS.md).
-# There are six cases. Does a token have a gradient?
+# past it. By default each response is used once, in one of four steps, because sampling is not the
+# slow part here (RESULTS.md, "Speed"). So the clip hardly acts. In four passes over a batch,
+# optimality falls from 0.91 to 0.52 with neither clip (RESULTS.md). There are six cases. Does a
+# token have a gradient?
 #
 #              ratio < 1 - eps                 in between     ratio > 1 + eps
 #     A > 0    yes: pulled back up             yes            no: has risen enough
 #     A < 0    no: has fallen enough           yes            yes: pulled back down
 #
-# log p(y) is a sum over the tokens of a response, and the loss a mean over all tokens of the batch.
-# That changes the length of the gradient, and not its direction.
+# The sum over the tokens of a response has become a mean over all tokens of the batch. That changes
+# the length of the gradient, and not its direction.
 
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
@@ -510,8 +515,8 @@ def value_loss(values, old_values, returns, mask, clip):
     """Half the mean squared error of the values: (B, T-1) each -> scalar, stats.
 
     Published code clips the values too, so that they do not follow one noisy batch too far: one
-    that has moved by more than the clip, towards its return, has no gradient (the header has an
-    example). On the default task this makes no difference.
+    whose clipped copy is further from its return has no gradient (the header has an example). On
+    the default task this makes no difference.
     """
     check_mask(mask, values, old_values, returns)
     values, old_values, returns = values[mask], old_values.detach()[mask], returns.detach()[mask]

@@ -39,12 +39,12 @@ from plumbing.watch import Watch, check_settings, check_start, warn_about
 
 @dataclass
 class StageConfig:
-    steps: int = 600  # iterations [1, inf]
+    steps: int = 450  # iterations [1, inf]
     batch_size: int = 128  # responses per iteration [1, inf]
     group_size: int = 1  # responses to each prompt, so batch_size / group_size prompts [1, inf]
     lr: float = 8e-4  # peak learning rate of AdamW; it falls linearly to 0 [0, inf]
     warmup: int = 5  # iterations in which the learning rate climbs to its peak [0, inf]
-    head_lr: float = 30.0  # learning rate of the value head, in multiples of --lr [0, inf]
+    head_lr: float = 30.0  # multiple of --lr for the value head, which begins at 0 [0, inf]
     adam_eps: float = 1e-4  # Adam's epsilon: weights whose gradient is mere noise move less [0, 1]
     kl_target: float = 6.0  # KL in nats that an adaptive beta steers to [1e-6, inf]
     kl_horizon: float = math.inf  # responses in which beta may change by 20 %; inf: never [1, inf]
@@ -54,7 +54,7 @@ class StageConfig:
     models: str = ""  # folder of sft.pt and rm.pt; the same as --out unless it is given
     policy: str = ""  # checkpoint to start from, out/ppo.pt for a second round; sft.pt otherwise
     reference: str = ""  # checkpoint that the KL is measured against; sft.pt unless it is given
-    reward: str = ""  # module:function, (prompts, responses) -> floats, instead of the reward model
+    reward: str = ""  # module:function, (prompts, responses) -> scores, instead of the reward model
     rollout_batch: int = 0  # responses sampled and scored at once; 0: all of them [0, inf]
     micro_batch: int = 0  # responses in memory at once in a gradient step; 0: all [0, inf]
     no_report: bool = False  # end without measuring the result on the validation prompts
@@ -68,6 +68,8 @@ def main(compute_advantages=compute_advantages, loss_of=ppo_loss, name="PPO"):
     run, config, stage = read_flags(__doc__, RunConfig(out=folder), PPOConfig(), defaults)
     check_settings(config, stage)
     prepare(run)
+
+    # Models, prompts, optimizer. score(tokens, mask) asks the reward model, or --reward.
     models = load_models(
         stage.models or run.out,
         run.device,
@@ -88,6 +90,7 @@ def main(compute_advantages=compute_advantages, loss_of=ppo_loss, name="PPO"):
         policy, stage.lr, critic_lr=stage.critic_lr, head_lr=stage.head_lr, eps=stage.adam_eps
     )
 
+    # What a run that was stopped needs to go on
     data = fingerprint(prompts, models.tokenizer.tokens)
     settings = settings_of(
         run, config, stage, compute_advantages, loss_of, algorithm=name, data=data
@@ -103,6 +106,8 @@ def main(compute_advantages=compute_advantages, loss_of=ppo_loss, name="PPO"):
     # With --micro_batch, loss_of() calls backward() on each piece and frees it.
     loss_of = loss_in_pieces(loss_of, stage.micro_batch)
     watch = Watch(state, models, ref, config, stage)
+
+    # The loop
     for step in state.steps_left(stage):
         climb = (step + 1) / (stage.warmup + 1)
         fall = (stage.steps - step) / max(1, stage.steps - stage.warmup)

@@ -5,8 +5,8 @@
 
 The files hold rows {"prompt": ..., "chosen": ..., "rejected": ...}. The model starts from the SFT
 model, with a score head in place of the vocabulary head, and minimises the Bradley-Terry loss. Then
-its scores are shifted and scaled to mean 0 and standard deviation 1 on the SFT model's own answers.
-Writes out/rm.pt.
+its scores are shifted and scaled to mean 0 and standard deviation 1 on the SFT model's own answers,
+and capped where one in a hundred of these is higher. Writes out/rm.pt.
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from plumbing.training import (
     FitConfig,
     adamw,
     batch_of,
-    warnings_about,
+    reward_model_warnings,
     loss_in_pieces,
     set_lr,
     spread_over,
@@ -33,7 +33,8 @@ from plumbing.training import (
 
 @dataclass
 class AnswerConfig:
-    answers: int = 2048  # answers of the SFT model that set the scale of the scores [2, inf]
+    answers: int = 2048  # answers of the SFT model that set scale and cap of the scores [2, inf]
+    cap_quantile: float = 0.99  # scores above this quantile of theirs are cut off [0.5, 1]
     max_new_tokens: int = PPOConfig.max_new_tokens  # longest of these answers, in tokens [1, inf]
 
 
@@ -51,8 +52,12 @@ def rm_loss(model, pairs, device):
 
 
 def main():
-    run, config, answer = read_flags(__doc__, RunConfig(), FitConfig(), AnswerConfig())
+    run, config, answer = read_flags(
+        __doc__, RunConfig(), FitConfig(max_steps=1950), AnswerConfig()
+    )
     prepare(run)
+
+    # Data, models, optimizer, and how the learning rate climbs and falls
     sft, tokenizer, sft_facts = load_checkpoint(run.out / "sft.pt", ["sft"], run.device)
     pairs = read_ids(run.data, "pref", "train", tokenizer, sft.config.context)
     val_pairs = read_ids(run.data, "pref", "val", tokenizer, sft.config.context)
@@ -65,6 +70,7 @@ def main():
     )
     print(f"training a reward model on {run.device}: {len(pairs):,} pairs")
 
+    # What a run that was stopped needs to go on
     settings = settings_of(
         run, config, model.config, data=fingerprint(pairs, val_pairs, tokenizer.tokens)
     )
@@ -72,6 +78,8 @@ def main():
     state = State("rm", run, settings, made_from={"sft": sft_facts}, **parts)
     loss_of = loss_in_pieces(rm_loss, config.micro_batch)
     best = run.out / "rm_best.pt"
+
+    # The loop
     for step in state.steps_left(schedule):
         lr = set_lr(optimizer, schedule.share(step))
         batch = batch_of(pairs, step, config.batch_size, run.seed)
@@ -87,6 +95,7 @@ def main():
         show = ["loss", "accuracy", "val_loss", "val_accuracy"]
         state.end_step(metrics, count_tokens(batch), show)
 
+    # The best weights, measured on all validation pairs; the scale and the cap of the scores
     load_weights(best, "rm", model)
     facts = validate(model, val_pairs, run.device, config.micro_batch)
     normalise(model.eval(), sft, prompts, answer, config.micro_batch)
@@ -98,7 +107,7 @@ def main():
     accuracy, error = facts["val_accuracy"], facts["val_accuracy_se"]
     error = "" if error is None else f" ± {100 * error:.1f}"
     right = f"{100 * accuracy:.1f} %{error} of the validation pairs right"
-    print(f"saved {run.out / 'rm.pt'}: it gets {right}", *warnings_about(facts), sep="\n")
+    print(f"saved {run.out / 'rm.pt'}: it gets {right}", *reward_model_warnings(facts), sep="\n")
 
 
 @torch.no_grad()
@@ -118,7 +127,7 @@ def validate(model, pairs, device, micro_batch):
 @torch.no_grad()
 def normalise(model, sft, prompts, answer, micro_batch):
     """Shift and scale the scores, so that those of the SFT model's own answers, to prompts spread
-    over the list, have mean 0 and standard deviation 1."""
+    over the list, have mean 0 and standard deviation 1; and cap them."""
     stride = max(1, len(prompts) // answer.answers)
     questions = [prompts[i * stride % len(prompts)] for i in range(answer.answers)]
     scores = []
@@ -128,6 +137,7 @@ def normalise(model, sft, prompts, answer, micro_batch):
     scores = torch.cat(scores)
     model.mean.copy_(scores.mean())
     model.std.copy_(scores.std().clamp(min=1e-6))
+    model.cap.copy_((scores.quantile(answer.cap_quantile) - model.mean) / model.std)
 
 
 if __name__ == "__main__":

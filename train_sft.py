@@ -4,7 +4,7 @@
     python train_sft.py --data FOLDER      on sft_train.jsonl and sft_val.jsonl of your own
 
 The files hold rows {"prompt": ..., "completion": ...}. The loss is the cross-entropy of the
-completion, its end-of-text token included, given the prompt. Writes out/sft.pt.
+completion, its end token included, given the prompt. Writes out/sft.pt.
 """
 
 from dataclasses import dataclass
@@ -46,6 +46,8 @@ def main():
     run, shape, config, start = read_flags(__doc__, *defaults, without=["separate_critic"])
     prepare(run)
     make_default_data(run)
+
+    # Data, model, optimizer, and how the learning rate climbs and falls
     texts = read_rows(run.data, "sft", "train")
     model, tokenizer = first_model(texts, shape, start.init)
     model = model.to(run.device).train()
@@ -60,13 +62,16 @@ def main():
     size = sum(p.numel() for p in model.parameters()) / 1e6
     print(f"training a GPT of {size:.2f} M parameters on {run.device}: {len(rows):,} rows")
 
+    # What a run that was stopped needs to go on: the same settings and data, and where it was
     data = fingerprint(rows, val_rows, tokenizer.tokens)
     settings = settings_of(run, config, model.config, data=data)
     state = State("sft", run, settings, model=model, optimizer=optimizer, schedule=schedule)
-    # With --micro_batch, loss_of() calls backward() on each piece and frees it. What it returns is a
-    # constant, and the backward() below does nothing.
+    # With --micro_batch, loss_of() calls backward() on each piece and frees it. What it returns
+    # then is a leaf, and the backward() below reaches no weight.
     loss_of = loss_in_pieces(sft_loss, config.micro_batch)
     best = run.out / "sft_best.pt"
+
+    # The loop
     for step in state.steps_left(schedule):
         lr = set_lr(optimizer, schedule.share(step))
         batch = batch_of(rows, step, config.batch_size, run.seed)
@@ -81,6 +86,7 @@ def main():
                 save_checkpoint(best, "sft", model, tokenizer)
         state.end_step(metrics, count_tokens(batch), show=["loss", "val_loss"])
 
+    # The best weights, measured on all validation rows and saved
     load_weights(best, "sft", model)
     facts = validate(model, val_rows, run.device, config.micro_batch)
     save_checkpoint(run.out / "sft.pt", "sft", model, tokenizer, **facts)

@@ -224,6 +224,7 @@ def make_other_models(seeds, workers):
             (out / "sft.pt").unlink(missing_ok=True)
             os.link(models / "sft.pt", out / "sft.pt")
         model, tokenizer, facts = load_checkpoint(models / "rm.pt", ["rm"])
+        model.cap.mul_(model.std).add_(model.mean)
         model.mean.zero_(), model.std.fill_(1.0)
         save_checkpoint(raw / "rm.pt", "rm", model, tokenizer, **facts)
         jobs += [Job(few, ["train_rm.py", "--resume", "--seed", seed, "--data", data])]

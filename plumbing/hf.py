@@ -137,7 +137,8 @@ def write_tokenizer(tokenizer, folder, context, scorer):
 
 @torch.no_grad()
 def export(path, folder, overwrite=False):
-    """Write a checkpoint in the Hugging Face format. A reward model gets a token more, to pad."""
+    """Write a checkpoint in the Hugging Face format. A reward model gets a token more, to
+    pad, and its scores are not capped."""
     transformers = import_transformers()
     model, tokenizer, _ = load_checkpoint(path, ("ppo", "sft", "rm"))
     if Path(folder).is_dir() and any(Path(folder).iterdir()) and not overwrite:

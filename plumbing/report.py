@@ -30,7 +30,7 @@ from plumbing.rows import (
     progress,
 )
 from plumbing.tokenizer import texts_of
-from plumbing.training import spread_over, validate, warnings_about
+from plumbing.training import spread_over, validate, reward_model_warnings
 
 PROMPTS = 1024, 128  # validation prompts at most, with a judge and without; or --report_prompts
 # For best of n and the optimum: an eighth of these numbers of prompts, many SFT responses to each
@@ -409,7 +409,7 @@ def systems(report):
 def notes(report):
     """What the figures do not say by themselves, in sentences."""
     sft, ppo, ref = report["sft"], report["ppo"], report["reference"]
-    yield from warnings_about(report["rm"])
+    yield from reward_model_warnings(report["rm"])
     yield from hacking(report.get("suspects"), ref)
     few, prompts = report["prompts_of_best_of_n"], report["prompts"]
     yield f"best of n and optimality are measured on {few:,} of the {prompts:,} prompts"

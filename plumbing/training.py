@@ -97,7 +97,7 @@ def spread_over(rows, n):
     return rows[:: max(1, math.ceil(len(rows) / n))]
 
 
-def warnings_about(facts):
+def reward_model_warnings(facts):
     """What its validation says against a reward model, in sentences."""
     accuracy, pairs = facts.get("val_accuracy", 1.0), facts.get("val_pairs", math.inf)
     if facts.get("val_loss", 0.0) >= math.log(2):

@@ -12,7 +12,7 @@ from plumbing.page import write_page
 from plumbing.recorder import Recorder
 from plumbing.report import truth_about
 from plumbing.tokenizer import texts_of
-from plumbing.training import warnings_about
+from plumbing.training import reward_model_warnings
 
 # A response went astray if its KL exceeds 20 nats plus 10 times that of the median response.
 ASTRAY_NATS, ASTRAY_MEDIANS = 20.0, 10.0
@@ -43,7 +43,7 @@ def warn_about(prompts, models, config):
         lengths = f"answers of up to {rm['max_new_tokens']} tokens, and PPO writes up to {longest}"
         scale = "scores have mean 0 and standard deviation 1 on"
         print(f"warning: {scale} {lengths}; run train_rm.py with --max_new_tokens {longest}")
-    for doubt in warnings_about(rm):
+    for doubt in reward_model_warnings(rm):
         print(doubt)
 
 

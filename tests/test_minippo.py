@@ -121,9 +121,13 @@ def test_the_numbers_in_the_drawing_are_what_the_functions_give():
     loss, _ = value_loss(value, f64([[0.80]]), f64([[1.35]]), marks("x"), 0.2)
     loss.backward()
     assert "was 0.80 and is now 1.05; its clipped copy stops at 1.00" in minippo.__doc__
-    assert "(1.35 - 1.00)^2 = 0.12, and has no" in minippo.__doc__
+    assert "(1.35 - 1.00)^2 = 0.12 and not 0.30^2 = 0.09, and has no" in minippo.__doc__
     assert rows["return"][1] == 1.35 and rows["value"][1] == 0.80
-    assert value.grad.item() == 0 and round(2 * loss.item(), 2) == 0.12
+    assert (
+        value.grad.item() == 0
+        and round(2 * loss.item(), 2) == 0.12
+        and round((1.35 - 1.05) ** 2, 2) == 0.09
+    )
     for name, x in computed.items():
         first, *cells, last = rows[name][:5]
         assert (first, last) == (".", ".") and cells == [round(v, 2) for v in x[0, 1:4].tolist()]
@@ -255,7 +259,17 @@ def test_a_score_is_shifted_and_scaled_by_mean_and_std():
     scores = model(tokens, lengths)
     model.mean.fill_(0.25), model.std.fill_(2.0)
     assert_equal(model(tokens, lengths), (scores - 0.25) / 2)
-    assert {"mean", "std"} <= model.state_dict().keys()
+    assert {"mean", "std", "cap"} <= model.state_dict().keys()
+
+
+def test_a_score_above_the_cap_is_cut_off_and_has_no_gradient():
+    model, tokens = tiny_reward_model(), torch.tensor([[3, 1, 4], [2, 7, 0]])
+    lengths = torch.tensor([3, 2])
+    low, high = model(tokens, lengths).sort().values.tolist()
+    model.cap.fill_((low + high) / 2)
+    assert_equal(model(tokens, lengths).sort().values, f64([low, (low + high) / 2]))
+    model(tokens, lengths).max().backward()
+    assert not model.score_head.weight.grad.any()
 
 
 # 2. Log-probabilities and masks

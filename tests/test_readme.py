@@ -4,11 +4,13 @@ Run: python -m pytest tests/test_readme.py
 """
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import minippo
 from bench.memory import needed
 from bench.tables import ROOT, TEXTS, load, splice, tables
 from cli import run
@@ -22,6 +24,7 @@ from minippo import (
     generate,
 )
 from plumbing import fast
+from train_ppo import StageConfig
 
 TEXT = {name: (ROOT / name).read_text(encoding="utf-8") for name in TEXTS}
 COMMAND = r"python (?:-m )?([\w./]*\w)((?: +[^\s`#]+)*)"
@@ -128,3 +131,11 @@ def test_uv_installs_what_the_project_installs():
     needed = re.findall(r'"([\w.=>]+)"', block.split("dependencies")[1])
     assert len(needed) == 2 and {*needed} <= {*(ROOT / "requirements.txt").read_text().split()}
     assert 'requires-python = ">=3.10"' in block
+
+
+def test_the_defaults_are_those_of_the_runs_that_the_texts_report():
+    stage = StageConfig()
+    sampled = f"{stage.steps * stage.batch_size:,} in train_ppo.py"
+    assert sampled == "57,600 in train_ppo.py" and sampled in Path(minippo.__file__).read_text()
+    said = " ".join(run("train_rm.py", "-h")[1].split())
+    assert "--max_steps int" in said and "(1950)" in said and "(0.99)" in said

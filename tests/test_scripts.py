@@ -793,10 +793,14 @@ def test_the_scores_of_answers_to_prompts_spread_over_all_get_mean_0_and_spread_
 
     monkeypatch.setattr(train_rm, "generate", watched)
     model, answer = tiny_reward_model(), train_rm.AnswerConfig(answers=20, max_new_tokens=7)
+    answer.cap_quantile = 0.8
     train_rm.normalise(model, "sft", [[i] for i in range(count)], answer, 3)
     assert len(seen) == 20 and set(seen) == asked
+    cap, _ = model.cap.item(), model.cap.fill_(math.inf)
     scores = torch.cat([model(tokens, torch.full((len(tokens),), 7)) for tokens in answers])
     assert abs(scores.mean()) < 1e-5 and scores.std().item() == pytest.approx(1, abs=1e-5)
+    assert (scores > cap).sum() == 4 and cap == pytest.approx(scores.quantile(0.8).item())
+    assert train_rm.AnswerConfig().cap_quantile == 0.99
 
 
 @pytest.mark.parametrize("kind", ["sft", "rm"])

@@ -81,6 +81,13 @@ MUTANTS = [
         UNIT + "a_score_is_shifted_and_scaled_by_mean_and_std",
     ),
     Mutant(
+        "scores without a cap",
+        [("return torch.minimum(scores, self.cap)", "return scores")],
+        "rewards are bounded in few trainers, although PPO goes where they are highest (arXiv:2502.18770)",
+        "an answer that the reward model was never tested on pays more than any good one",
+        UNIT + "a_score_above_the_cap_is_cut_off_and_has_no_gradient",
+    ),
+    Mutant(
         "dropout in the frozen copies",
         [("copy.deepcopy(model).eval().requires_grad_(False)", "copy.deepcopy(model).train().requires_grad_(False)")],
         "trl #4, #744: dropout left on, in the policy or the reference",
