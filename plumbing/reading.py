@@ -2,9 +2,10 @@
 
     python -m plumbing.reading                  writes out/minippo.html, a page for the browser
 
-Sections 2, 4 and 5 compute the example of the file's header; networks, sampling and loop a response
-of the tiny GPT of `python minippo.py`, which has taken one step. The names that a line sets are recorded while the functions
-run (sys.settrace), in the first call of each. So after an edit of the file, the page shows the edit.
+Masks, rewards, advantages and losses are computed for the example of the file's header; networks,
+sampling and loop for two responses of a tiny GPT, which has taken one step. The names that a line
+sets are recorded while the functions run (sys.settrace), in the first call of each. So after an
+edit of the file, the page shows the edit.
 """
 
 import ast
@@ -25,6 +26,7 @@ from plumbing.files import write_file
 from plumbing.settings import read_flags
 
 SMALL, TURNS, LONGEST = 24, 8, 48  # numbers of a tensor, turns of a loop, letters: what is shown
+SEED = 8  # of the two responses
 
 
 @dataclass
@@ -55,7 +57,11 @@ def run_header():
     batch = {"tokens": torch.arange(6)[None], "mask": mask, "scores": torch.tensor([score])}
     batch |= {"old_logprobs": row("log pi"), "ref_logprobs": row("log ref")}
     batch["old_values"], config = row("value"), minippo.PPOConfig()
-    batch |= minippo.compute_advantages(batch, config, kl_coef)
+    old = batch["old_logprobs"], batch["ref_logprobs"], mask
+    batch["rewards"] = minippo.kl_adjusted_rewards(batch["scores"], *old, kl_coef)
+    old = batch["rewards"], batch["old_values"], mask
+    advantages, batch["returns"] = minippo.gae(*old, config.gamma, config.lam)
+    batch["whitened"] = minippo.whiten(advantages, mask)
     minippo.kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], mask)
     logprobs, values = row("log pi now"), batch["old_values"] + 0.25 * mask
     old = batch["old_logprobs"], batch["whitened"], mask
@@ -68,8 +74,8 @@ def run_header():
 
 
 class TinyGPT:
-    """PPO with one prompt, a letter. Before the first step nothing differs from the reference and
-    all values are 0: so an iteration with all letters comes before the one that is looked at."""
+    """PPO with two prompts, a letter each. Before the first step nothing differs from the reference
+    and all values are 0: so an iteration with all letters comes before the one looked at."""
 
     def __init__(self):
         torch.manual_seed(0)
@@ -89,8 +95,10 @@ class TinyGPT:
 
     def look(self):
         tokens = torch.tensor([[1, 15, 2, 26]])  # with entropy, which the loop does without
-        minippo.evaluate_actions(self.policy, tokens, tokens[:, 1:] > 0, temperature=0.9)
-        batch = self.iterate([[1]])
+        mask = minippo.response_mask(torch.tensor([2]), torch.tensor([4]), 4)
+        minippo.evaluate_actions(self.policy, tokens, mask, temperature=0.9)
+        torch.manual_seed(SEED)  # so that one of the two responses ends by itself
+        batch = self.iterate([[1], [4]])
         self.policy(batch["tokens"])
         minippo.trace(batch, 0, str)
 
@@ -118,9 +126,9 @@ def names_set(source):
     return names
 
 
-def record(run, source, notes, seen):
+def record(run, source, notes, seen, example):
     """Call run() and add to notes, {line: [{name: text}, one for each time that it ran]}, what the
-    functions of minippo.py set in their first call."""
+    functions of minippo.py set in their first call. example: what they compute, beside each `def`."""
     first, sets = statements(source), names_set(source)
 
     def on_call(frame, event, _):
@@ -138,8 +146,12 @@ def record(run, source, notes, seen):
             new = {
                 name: text
                 for name, (x, text) in now.items()
-                if text and (name in sets[line] or changed(before.get(name), x, text))
+                if text
+                and name != "_"
+                and (name in sets[line] or changed(before.get(name), x, text))
             }
+            if not before:
+                new = {"example:": example} | new
             if event == "return" and value is not None and show(value):
                 new["->"] = show(value)
             notes[line].append(new)
@@ -213,11 +225,13 @@ label { margin-right: 16px; white-space: nowrap; }
 .i, .c { color: var(--dim); } .i { text-align: right; user-select: none; }
 .n { color: var(--number); } .n b { color: var(--text); font-weight: 600; }
 body:has(#comments:not(:checked)) .c, body:has(#numbers:not(:checked)) .n { display: none; }
-@media (max-width: 1100px) { .line { grid-template-columns: 2.5em minmax(0, 1fr); gap: 0 8px; }
-  .n { grid-column: 2; } body { font-size: 11px; } }
+@media (max-width: 1100px) { header { position: static; } main { overflow-x: auto; }
+  .line { grid-template-columns: 2.5em 100ch; gap: 0 8px; } body { font-size: 11px; }
+  .n { grid-column: 2; margin-left: 4ch; padding-left: 1ch; border-left: 2px solid; } }
 </style>
-<header>minippo.py, and beside each line what it computes: sections 2, 4 and 5 for the example of its
-first page, networks, sampling and loop for a tiny GPT. In a loop, | stands between the turns.<br>
+<header>minippo.py, and beside each line what it computes. x and . are a mask, / stands between the
+rows of a tensor, | between the turns of a loop, ; between the items of a list. (3, 27) is a shape,
+-&gt; what a function returns.<br>
 <label><input type="checkbox" id="comments" checked> comments</label>
 <label><input type="checkbox" id="numbers" checked> numbers</label></header>
 <main>
@@ -250,7 +264,7 @@ def page(source, notes):
         found = beside(notes.get(i, []))
         text = "\n".join(f"<b>{name}</b> {html.escape(x)}" for name, x in found)
         numbers = f'<span class="n">{text}</span>' if text else ""
-        kind = "line c" if cut == 0 and line else "line"
+        kind = "line c" if comments.get(i) == 0 else "line"
         rows.append(
             f'<div class="{kind}"><span class="i">{i}</span><span>{code}</span>{numbers}</div>'
         )
@@ -259,10 +273,10 @@ def page(source, notes):
 
 def all_notes(source):
     notes, seen, models = defaultdict(list), set(), []
-    record(run_header, source, notes, seen)
-    record(lambda: models.append(TinyGPT()), source, notes, seen)
+    record(run_header, source, notes, seen, "the header")
+    record(lambda: models.append(TinyGPT()), source, notes, seen, "a tiny GPT")
     models[0].iterate([[i] for i in range(26)])
-    record(models[0].look, source, notes, seen)
+    record(models[0].look, source, notes, seen, "a tiny GPT")
     return notes
 
 

@@ -50,7 +50,7 @@ def test_the_numbers_are_those_of_the_header(notes):
         ("rewards[torch.arange", "rewards", "reward"),
         ("rewards, values = torch.where(mask, rewards", "values", "value"),
         ("advantages = torch.where(mask, advantages", "advantages", "advantage"),
-        ("whitened = whiten(", "whitened", "whitened"),
+        ("return torch.where(mask, whitened, 0.0)", "->", "whitened"),
         ("ratio = log_ratio.exp()", "ratio", "ratio"),
         ("unclipped = ratio", "unclipped", "ratio * A"),
         ("clipped = ratio.clamp", "clipped", "clipped * A"),
@@ -79,14 +79,17 @@ def test_a_loop_has_a_column_for_each_turn_and_a_mask_is_drawn(notes):
         and len(turns) == 5
     )
     assert said(notes, "return (action >= prompt_lengths")["->"] == ". x x x ."
-    lengths = said(notes, "lengths += unfinished")["lengths"]
-    assert lengths == " | ".join(map(str, range(2, 2 + len(lengths.split(" | ")))))
+    assert said(notes, "lengths += unfinished")["lengths"] == "2 2 | 3 3 | 4 4 | 5 5 | 5 6 | 5 7"
+    assert said(notes, "ended = tokens.gather")["ended"] == "x ."
+    for line, example in (("def gae", "the header"), ("def compute_advantages", "a tiny GPT")):
+        assert said(notes, line)["example:"] == example
 
 
 def test_the_second_step_of_the_tiny_gpt_differs_from_the_reference_and_entropy_is_shown(notes):
     ref = said(notes, "ref_logprobs, _, _ = evaluate_actions(ref")["ref_logprobs"]
     assert ref != said(notes, "tokens, mask, old_logprobs, old_values = generate(")["old_logprobs"]
-    assert said(notes, "entropy = -(log_p.exp()")["entropy"].count(" ") == 2
+    assert said(notes, "entropy = -(log_p.exp()")["entropy"].count(" ") == 1  # of two actions
+    assert said(notes, "return [blank.masked_scatter")["->"].startswith("0.00 -")
     assert said(notes, "norm = nn.utils.clip_grad_norm_")["norm"] != "0.00"
 
 
@@ -148,5 +151,5 @@ def test_tracing_ends_when_what_is_recorded_fails(notes):
         raise ValueError("no")
 
     with pytest.raises(ValueError):
-        reading.record(fail, SOURCE, {}, set())
+        reading.record(fail, SOURCE, {}, set(), "")
     assert sys.gettrace() is None
