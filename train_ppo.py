@@ -26,7 +26,7 @@ from plumbing.page import write_page
 from plumbing.report import make_report, print_report
 from plumbing.rows import read_prompts
 from plumbing.settings import RunConfig, prepare, read_flags
-from plumbing.state import State, fingerprint, settings_of
+from plumbing.state import State, settings_of
 from plumbing.training import (
     adamw,
     batch_of,
@@ -91,7 +91,7 @@ def main(compute_advantages=compute_advantages, loss_of=ppo_loss, name="PPO"):
     )
 
     # What a run that was stopped needs to go on
-    data = fingerprint(prompts, models.tokenizer.tokens)
+    data = prompts, models.tokenizer.tokens
     settings = settings_of(
         run, config, stage, compute_advantages, loss_of, algorithm=name, data=data
     )

@@ -19,7 +19,7 @@ from plumbing.errors import run_script
 from plumbing.fast import generate
 from plumbing.rows import by_length, count_tokens, pad, progress, read_ids, read_prompts
 from plumbing.settings import RunConfig, prepare, read_flags
-from plumbing.state import Schedule, State, fingerprint, settings_of
+from plumbing.state import Schedule, State, settings_of
 from plumbing.training import (
     FitConfig,
     adamw,
@@ -71,9 +71,8 @@ def main():
     print(f"training a reward model on {run.device}: {len(pairs):,} pairs")
 
     # What a run that was stopped needs to go on
-    settings = settings_of(
-        run, config, model.config, data=fingerprint(pairs, val_pairs, tokenizer.tokens)
-    )
+    data = pairs, val_pairs, tokenizer.tokens
+    settings = settings_of(run, config, model.config, data=data)
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
     state = State("rm", run, settings, made_from={"sft": sft_facts}, **parts)
     loss_of = loss_in_pieces(rm_loss, config.micro_batch)

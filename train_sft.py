@@ -14,7 +14,7 @@ from plumbing.checkpoints import load_weights, save_checkpoint
 from plumbing.errors import run_script
 from plumbing.rows import count_tokens, encode_rows, pad_completions, read_ids, read_rows
 from plumbing.settings import RunConfig, prepare, read_flags
-from plumbing.state import Schedule, State, fingerprint, settings_of
+from plumbing.state import Schedule, State, settings_of
 from plumbing.training import (
     FitConfig,
     adamw,
@@ -63,7 +63,7 @@ def main():
     print(f"training a GPT of {size:.2f} M parameters on {run.device}: {len(rows):,} rows")
 
     # What a run that was stopped needs to go on: the same settings and data, and where it was
-    data = fingerprint(rows, val_rows, tokenizer.tokens)
+    data = rows, val_rows, tokenizer.tokens
     settings = settings_of(run, config, model.config, data=data)
     state = State("sft", run, settings, model=model, optimizer=optimizer, schedule=schedule)
     # With --micro_batch, loss_of() calls backward() on each piece and frees it. What it returns

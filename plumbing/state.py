@@ -22,9 +22,10 @@ SAVE_SECONDS = 30  # between two saves of the state, if it is saved quickly
 SHOW_SECONDS = 4  # between two lines on the screen
 
 
-def settings_of(run, *configs, **more):
-    """What must be the same when a run goes on -> {name: value}."""
-    settings = {"seed": run.seed, "dtype": run.dtype, **more}
+def settings_of(run, *configs, data, **more):
+    """What must be the same when a run goes on -> {name: value}; of the data, several lists, a
+    fingerprint."""
+    settings = {"seed": run.seed, "dtype": run.dtype, "data": fingerprint(*data), **more}
     for config in configs:
         if dataclasses.is_dataclass(config):
             settings |= dataclasses.asdict(config)

@@ -153,7 +153,7 @@ def begin(out, steps=10, kind="sft", made_from=None, settings=None, values=None,
     weight = torch.nn.Linear(1, 1)
     parts = {"model": weight, "optimizer": torch.optim.SGD(weight.parameters()), "loss_of": print}
     run = RunConfig(out=out, device="cpu", **flags)
-    settings = settings or settings_of(run, FitConfig(), data=fingerprint([1]))
+    settings = settings or settings_of(run, FitConfig(), data=[[1]])
     it = State(kind, run, settings, made_from, **parts)
     it.values |= values or {}
     it.schedule = SimpleNamespace(steps=steps)
@@ -240,11 +240,14 @@ def loss_of(policy, batch, config, strength):
 def test_settings_are_what_changes_the_gradients():
     run = RunConfig(seed=3, dtype="bfloat16", save_every=7, grad_checkpoint=True)
     parts = FitConfig(lr=0.5, micro_batch=9), partial(loss_of, strength=2), loss_of
-    found = settings_of(run, *parts, data=1)
-    assert found == {"seed": 3, "dtype": "bfloat16", "data": 1, "strength": 2} | {
-        name: x for name, x in vars(FitConfig(lr=0.5)).items() if name != "micro_batch"
-    }
-    assert settings_of(run, PPOConfig(lam=0.5))["lam"] == 0.5
+    found = settings_of(run, *parts, data=([1], "ab"))
+    assert found == {
+        "seed": 3,
+        "dtype": "bfloat16",
+        "data": fingerprint([1], "ab"),
+        "strength": 2,
+    } | {name: x for name, x in vars(FitConfig(lr=0.5)).items() if name != "micro_batch"}
+    assert settings_of(run, PPOConfig(lam=0.5), data=[])["lam"] == 0.5
 
 
 def test_a_fingerprint_tells_all_data_apart_and_knows_odd_text():

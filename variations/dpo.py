@@ -32,7 +32,7 @@ from plumbing.page import write_page
 from plumbing.report import make_report, print_report
 from plumbing.rows import pad_completions, read_ids, read_prompts
 from plumbing.settings import RunConfig, prepare, read_flags
-from plumbing.state import State, fingerprint, settings_of
+from plumbing.state import State, settings_of
 from plumbing.training import adamw, batch_of, loss_in_pieces, rollout_in_pieces, set_lr
 from plumbing.watch import Watch, check_settings, warn_about
 from train_ppo import StageConfig
@@ -82,7 +82,7 @@ def main():
     val_prompts = read_prompts(run.data, "val", tokenizer, context)
     optimizer = adamw(policy, stage.lr, eps=stage.adam_eps)
 
-    data = fingerprint(pairs, prompts, tokenizer.tokens)
+    data = pairs, prompts, tokenizer.tokens
     settings = settings_of(run, config, stage, flags, algorithm="DPO", data=data)
     state = State("ppo", run, settings, models.facts, policy=policy, optimizer=optimizer)
     warn_about(prompts, models, config)
