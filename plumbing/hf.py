@@ -138,7 +138,7 @@ def write_tokenizer(tokenizer, folder, context, scorer):
 @torch.no_grad()
 def export(path, folder, overwrite=False):
     """Write a checkpoint in the Hugging Face format. A reward model gets a token more, to
-    pad, and its scores are not capped."""
+    pad; the cap of its scores is in its config, for read_scorer()."""
     transformers = import_transformers()
     model, tokenizer, _ = load_checkpoint(path, ("ppo", "sft", "rm"))
     if Path(folder).is_dir() and any(Path(folder).iterdir()) and not overwrite:
@@ -150,6 +150,7 @@ def export(path, folder, overwrite=False):
     config |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), c.dropout)
     config |= dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eos)
     config |= {"num_labels": 1, "pad_token_id": c.vocab_size} if scorer else {}
+    config |= {"score_cap": model.cap.item()} if scorer else {}
     kind = transformers.GPT2ForSequenceClassification if scorer else transformers.GPT2LMHeadModel
     out = kind(transformers.GPT2Config(**config))
     if scorer:
@@ -175,7 +176,8 @@ def read_scorer(folder, device="cpu"):
     @torch.no_grad()
     def score(prompts, responses):
         rows = tokenizer(prompts, responses, padding=True, return_tensors="pt").to(device)
-        return model(rows["input_ids"], attention_mask=rows["attention_mask"]).logits[:, 0].tolist()
+        logits = model(rows["input_ids"], attention_mask=rows["attention_mask"]).logits
+        return logits[:, 0].clamp(max=model.config.score_cap).tolist()
 
     return score
 
