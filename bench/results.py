@@ -1,6 +1,6 @@
 """Every training run behind the figures of README.md and RESULTS.md, on the default task.
 
-    python -m bench.results               five seeds, ablations and other settings (about two hours)
+    python -m bench.results               ten seeds, ablations and other settings (about three hours)
     python -m bench.results neighbours    PPO beside variations/ and TRL
     python -m bench.results seeds         or only one part of the first: seeds or settings
 
@@ -42,7 +42,7 @@ from plumbing.settings import RunConfig, prepare
 from plumbing.tokenizer import texts_of
 
 RUNS = ROOT / "out" / "results"
-SEEDS, FEW_SEEDS = range(5), range(3)
+SEEDS, FEW_SEEDS = range(10), range(3)
 BETA = minippo.PPOConfig.kl_coef
 BETAS = (0.03, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0, 5.0)  # of the best policies
 PROMPTS, REFERENCE, SAMPLES = 128, 192, 16  # REFERENCE answers of the SFT model to each prompt
@@ -419,7 +419,8 @@ def read_report(out):
     """A report.json, and the jumps in the log beside it."""
     report = json.loads((out / "report.json").read_text())
     kl = [row["kl"] for row in read_lines(out / "ppo.jsonl")]
-    return figures_of(report) | {"best_judge": report["best_judge"], "jumps": jumps(kl)}
+    suspects = {name: report["suspects"][name] for name in ("count", "responses")}
+    return figures_of(report) | {"suspects": suspects, "jumps": jumps(kl)}
 
 
 def jumps(kl, window=100):
@@ -441,19 +442,10 @@ def judged_log(out):
 
 
 def seeds(workers):
-    other, no_penalty = RUNS / "other_data", RUNS / "no_penalty"  # seed 0
     jobs = [judged_job("full", seed) for seed in SEEDS]
     if workers:
         make_models(SEEDS, workers)
         run(jobs, workers)
-        first = ["--models", folder("models", 0)]
-        Job(no_penalty, ["train_ppo.py", "--resume", "--kl_coef", 0, *first]).run()
-        data = other / "zoo7"
-        Job(data, ["data/zoo.py", "--seed", 7]).run()
-        for kind in ("sft", "rm", "ppo"):
-            Job(other, [f"train_{kind}.py", "--resume", "--data", data]).run()
-    outs = {str(seed): job.out for seed, job in zip(SEEDS, jobs)}
-    outs |= {"0, other data": other, "beta = 0": no_penalty}
     logs = [judged_log(job.out)[::6] for job in jobs]
     curves = {}
     for name in pictures.CURVES:
@@ -462,7 +454,7 @@ def seeds(workers):
     sticks = [yardstick(folder("models", seed), seed) for seed in SEEDS]
     best = {n: over_seeds([stick.best_of(n) for stick in sticks]) for n in (4, 16, 64)}
     return {
-        "reports": {label: read_report(out) for label, out in outs.items()},
+        "reports": {seed: read_report(job.out) for seed, job in zip(SEEDS, jobs)},
         "curves": curves,
         "best_of_n": {n: x | {"kl": best_of_n_kl(n)} for n, x in best.items()},
         "optimum": {

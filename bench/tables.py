@@ -124,13 +124,11 @@ def pair(report, part, name):
 
 
 def tables_of_seeds(results):
-    """What the runs at full length have reported: five seeds, other data, and beta = 0."""
-    reports = dict(results["reports"])
-    no_penalty = reports.pop("beta = 0")
-    seeds = [report for label, report in reports.items() if label.isdigit()]
+    """What the runs at full length have reported."""
+    reports = results["reports"]
 
     def mean(part, name):
-        return mean_and_error([report[part][name] for report in seeds])
+        return mean_and_error([report[part][name] for report in reports.values()])
 
     def figures(part, *names):
         return {name: mean(part, name) for name in names}
@@ -152,31 +150,17 @@ def tables_of_seeds(results):
     columns = (
         ("SFT above the entropy, nats/token", "sft", "above_entropy", 4),
         ("RM below its ceiling", "rm", "below_ceiling", 4),
-        ("wins against SFT", "ppo", "win_rate_vs_sft", 3),
+        ("judge", "ppo", "judge", 2),
         ("KL", "ppo", "kl", 2),
-        ("end-of-text", "ppo", "eos_rate", 4),
-        ("optimality", "ppo", "optimality", 3),
-        ("on seen prompts", "ppo_seen", "optimality", 3),
+        ("optimality on seen prompts", "ppo_seen", "optimality", 3),
         ("on unseen prompts", "ppo_unseen", "optimality", 3),
     )
     rows = []
-    for label, report in reports.items():
-        row = [cell(pair(report, part, name), n) for _, part, name, n in columns]
-        ppo, sft = report["ppo"]["judge"], report["sft"]["judge"]
-        row.insert(2, cell((ppo - sft) / (report["best_judge"] - sft)))
-        rows.append([label, *row, str(report["jumps"])])
+    for seed, x in reports.items():
+        row = [cell(pair(x, part, name), n) for _, part, name, n in columns]
+        rows.append([seed, *row, str(x["suspects"]["count"]), str(x["jumps"])])
     head = [name for name, *_ in columns]
-    head.insert(2, "judge, share of the way to 3")
-    out["seeds"] = table(["seed", *head, "jumps of the KL"], rows)
-
-    names = ("judge", "score", "kl", "eos_rate", "response_length")
-    systems = {
-        "SFT model": (seeds[0], "sft"),
-        "PPO, beta = 0.1": (seeds[0], "ppo"),
-        "PPO, beta = 0": (no_penalty, "ppo"),
-    }
-    rows = [[label, *(cell(pair(*x, name)) for name in names)] for label, x in systems.items()]
-    out["no_penalty"] = table(["", "judge", "score", "KL", "end-of-text", "length"], rows)
+    out["seeds"] = table(["seed", *head, "suspicious answers", "jumps of the KL"], rows)
     return out
 
 

@@ -69,6 +69,33 @@ def test_a_jump_is_a_kl_more_than_1_above_the_median_of_the_hundred_before():
     assert results.jumps([9.0] + [1.0] * 100 + [1.9, 2.1, 1.0, 2.1]) == 2
 
 
+def test_the_table_of_seeds_shows_what_the_report_and_the_log_of_each_say(tmp_path):
+    report = {"sft": {"above_entropy": 0.02, "above_entropy_se": 0.001, "samples": 4}}
+    report |= {"rm": {"below_ceiling": 0.007, "below_ceiling_se": 0.002}}
+    for part, x in (("sft", 1.0), ("ppo", 2.0), ("ppo_seen", 3.0), ("ppo_unseen", 4.0)):
+        names = ("judge", "score", "kl", "optimality")
+        figures = {name: x + i / 10 for i, name in enumerate(names)}
+        report[part] = report.get(part, {}) | figures | {f"{name}_se": 0.5 for name in names}
+    report["suspects"] = {"count": 7, "responses": 2048, "examples": []}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    lines = (json.dumps({"kl": x}) + "\n" for x in [1.0] * 100 + [3.0])
+    (tmp_path / "ppo.jsonl").write_text("".join(lines))
+    found = results.read_report(tmp_path)
+    assert found["suspects"] == {"count": 7, "responses": 2048} and "samples" not in found["sft"]
+    best = {"4": {"judge": [1, 0], "score": [2, 0], "kl": 0.64}}
+    optimum = {"0.1": {"judge": [3, 0], "score": [4, 0], "kl": [5, 0]}}
+    made = tables.tables({"reports": {"3": found}, "best_of_n": best, "optimum": optimum})
+    assert made["seeds"].splitlines()[-1] == (
+        "| 3 | 0.0200 ± 0.0010 | 0.0070 ± 0.0020 | 2.00 ± 0.50 | 2.20 ± 0.50 | 3.300 ± 0.500 | "
+        "4.300 ± 0.500 | 7 | 1 |"
+    )
+    rows = made["systems"].splitlines()[2:]
+    assert rows[0] == "| SFT model | 1.00 | 1.10 | 0 |  |" and rows[-1].endswith(
+        "| 5.00 ± 0.00 | 1 |"
+    )
+    assert rows[2] == "| **PPO** | 2.00 | 2.10 | 2.20 | 2.300 |"
+
+
 def finish(job, scores, status=0):
     """As if a job had run."""
     job.out.mkdir(parents=True, exist_ok=True)
