@@ -20,7 +20,7 @@ def take(page, out):
     page.locator("#stop").fill(str(last // 2))
     hidden = f".response:nth-child(n + {RESPONSES + 1}), #detail ~ *, section > p, #detail h3"
     page.add_style_tag(content=f"{hidden}, #detail ol, #detail details {{ display: none }}")
-    page.locator(".response").first.locator(".token").nth(6).click()
+    page.locator(".response").first.locator(".token").first.click()
     page.locator("section", has=page.locator("#stop")).screenshot(path=out)
 
 

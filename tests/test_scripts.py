@@ -244,7 +244,7 @@ def close(a, b):
 
 
 def saved_weights(path):
-    return {x: w for x, w in torch.load(path)["model"].items() if x not in ("mean", "std")}
+    return {x: w for x, w in torch.load(path)["model"].items() if x not in ("mean", "std", "cap")}
 
 
 def run_fits(folder, **more):
@@ -352,7 +352,7 @@ def test_a_changed_line_changes_what_all_scripts_do(fitted, begun, watched, tmp_
         for kind in ("sft", "rm"):
             assert agree(tmp_path, kind, plain_fit(kind, tmp_path, FIT))
             before, after = (metrics(x / f"{kind}.jsonl")[0]["loss"] for x in (fitted, tmp_path))
-            assert sampling == (after == pytest.approx(before, rel=1e-4))
+            assert sampling == (after == pytest.approx(before, rel=2e-5))
         for file in ("sft.pt", "rm.pt"):
             shutil.copy(begun / file, tmp_path)
         batches, log, text = run_and_watch(tmp_path, TEXT, root=tmp_path)
