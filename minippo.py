@@ -193,8 +193,8 @@ class RewardModel(nn.Module):
     Made from a GPT, it starts with a copy of that trunk. After its training train_rm.py sets `mean`
     and `std`, so that the SFT model's own answers have scores of mean 0 and standard deviation 1:
     then beta means the same whatever the reward model. And it sets `cap`, which one answer in a
-    hundred exceeds. Above it scores are cut off: a policy should gain nothing where there is hardly
-    any answer to learn from (Fu et al., arXiv:2502.18770).
+    hundred exceeds. Scores above it are cut off: so high, the model may well be wrong, and a policy
+    should gain nothing there (Fu et al., arXiv:2502.18770).
     """
 
     def __init__(self, config_or_gpt):
@@ -339,7 +339,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
 # which of two answers is better more than on grades. Why a model? Nobody would grade all responses
 # that PPO samples, 57,600 in train_ppo.py. They differ from the answers in the pairs (*distribution
 # shift*), and there the scores may be wrong. A policy that learns to get high scores where they are
-# wrong does *reward hacking*. That is why the KL has a price.
+# wrong does *reward hacking*. That is why the KL has a price, and the scores have a cap.
 
 
 def reward_model_loss(chosen_scores, rejected_scores):
@@ -373,8 +373,8 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # from here to PPO:
 #
 # 1. Only what comes after. Let tokens have rewards of their own (they will pay for their KL). A
-#    token cannot change the rewards before it: on average these add 0 (see 2). So
-#    its number is the sum of the rewards from it on, the *return*.
+#    token cannot change the rewards before it: on average these add 0 (see 2). So its number is
+#    the sum of the rewards from it on, the *return*.
 # 2. A baseline. Something that does not depend on the action may be subtracted from the return. On
 #    average it changes nothing: sum_a pi(a) grad log pi(a) = grad sum_a pi(a) = grad 1 = 0. But the
 #    gradient is less noisy if it is the *value* V, the return to be expected in this state. What is
@@ -382,8 +382,8 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #    estimates Q - V, with Q, the return to be expected after the action.) The network that predicts
 #    values is called the *critic*, and the policy the *actor*.
 # 3. Several gradient steps on one batch, or on its parts, because for large models sampling is
-#    slow. The first step is *on-policy*: the policy that is trained has sampled the batch. Then it
-#    changes, what sampled is called the *old* policy, and the steps are *off-policy*. The *ratio*
+#    slow. The first step is *on-policy*: the policy that is trained has sampled the batch. After
+#    it, the sampler is called the *old* policy, and the next steps are *off-policy*. The *ratio*
 #    pi / old corrects for that, choice by choice (*importance sampling*): E_old[ratio * A] =
 #    sum_a old(a) (pi(a) / old(a)) A(a) = E_pi[A]. (The states are still those that old reached;
 #    this is not corrected.) Since grad ratio = ratio * grad log pi, at ratio 1, where an update

@@ -103,8 +103,8 @@ def main(compute_advantages=compute_advantages, loss_of=ppo_loss, name="PPO"):
         check_start(policy, ref, score, prompts, config, stage, run.dtype)
     # In bfloat16, sampling rounds differently: then log pi is computed again, as the update does it.
     rollout = rollout_in_pieces(stage.rollout_batch, recompute_logprobs=run.dtype != "float32")
-    # With --micro_batch, loss_of() calls backward() on each piece and frees it.
-    loss_of = loss_in_pieces(loss_of, stage.micro_batch)
+    # With --micro_batch, the loss calls backward() on each piece and frees it.
+    functions = rollout, compute_advantages, loss_in_pieces(loss_of, stage.micro_batch)
     watch = Watch(state, models, ref, config, stage)
 
     # The loop
@@ -115,16 +115,7 @@ def main(compute_advantages=compute_advantages, loss_of=ppo_loss, name="PPO"):
         step_prompts = batch_of(prompts, step, stage.batch_size // stage.group_size, run.seed)
         step_prompts = [prompt for prompt in step_prompts for _ in range(stage.group_size)]
         batch, metrics = ppo_iteration(
-            policy,
-            ref,
-            score,
-            step_prompts,
-            optimizer,
-            config,
-            kl_coef,
-            rollout,
-            compute_advantages,
-            loss_of,
+            policy, ref, score, step_prompts, optimizer, config, kl_coef, *functions
         )
         kl_coef = adapt_kl_coef(
             kl_coef, metrics["kl"], stage.kl_target, stage.batch_size, stage.kl_horizon

@@ -24,8 +24,8 @@ from plumbing.training import (
     FitConfig,
     adamw,
     batch_of,
-    reward_model_warnings,
     loss_in_pieces,
+    reward_model_warnings,
     set_lr,
     spread_over,
 )

@@ -399,10 +399,7 @@ def rows_of(jobs, flags, first):
     return out
 
 
-FIGURES = (
-    "judge score kl eos_rate response_length optimality win_rate_vs_sft "
-    "above_entropy below_ceiling val_accuracy"
-).split()
+FIGURES = ("judge score kl eos_rate optimality above_entropy below_ceiling val_accuracy").split()
 
 
 def figures_of(report):
@@ -419,8 +416,7 @@ def read_report(out):
     """A report.json, and the jumps in the log beside it."""
     report = json.loads((out / "report.json").read_text())
     kl = [row["kl"] for row in read_lines(out / "ppo.jsonl")]
-    suspects = {name: report["suspects"][name] for name in ("count", "responses")}
-    return figures_of(report) | {"suspects": suspects, "jumps": jumps(kl)}
+    return figures_of(report) | {"suspects": report["suspects"]["count"], "jumps": jumps(kl)}
 
 
 def jumps(kl, window=100):

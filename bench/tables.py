@@ -158,7 +158,7 @@ def tables_of_seeds(results):
     rows = []
     for seed, x in reports.items():
         row = [cell(pair(x, part, name), n) for _, part, name, n in columns]
-        rows.append([seed, *row, str(x["suspects"]["count"]), str(x["jumps"])])
+        rows.append([seed, *row, str(x["suspects"]), str(x["jumps"])])
     head = [name for name, *_ in columns]
     out["seeds"] = table(["seed", *head, "suspicious answers", "jumps of the KL"], rows)
     return out

@@ -81,7 +81,7 @@ def test_the_table_of_seeds_shows_what_the_report_and_the_log_of_each_say(tmp_pa
     lines = (json.dumps({"kl": x}) + "\n" for x in [1.0] * 100 + [3.0])
     (tmp_path / "ppo.jsonl").write_text("".join(lines))
     found = results.read_report(tmp_path)
-    assert found["suspects"] == {"count": 7, "responses": 2048} and "samples" not in found["sft"]
+    assert found["suspects"] == 7 and "samples" not in found["sft"]
     best = {"4": {"judge": [1, 0], "score": [2, 0], "kl": 0.64}}
     optimum = {"0.1": {"judge": [3, 0], "score": [4, 0], "kl": [5, 0]}}
     made = tables.tables({"reports": {"3": found}, "best_of_n": best, "optimum": optimum})

@@ -47,7 +47,9 @@ def main():
     prompts = [prompt for (prompt,) in load_jsonl(data / "prompts_train.jsonl", ["prompt"])]
     for prompt in prompts:
         if prompt not in PROMPTS:
-            raise UserError(f"--data {data}: the judge, who labels, does not know {prompt[:40]!r}")
+            raise UserError(
+                f"--data {data}: the judge, which labels, does not know {prompt[:40]!r}"
+            )
     for number in range(1, config.rounds + 1):
         out = Path(config.out) / str(number)
         flags = "--out", out, "--seed", config.seed, "--resume", "--data"

@@ -12,7 +12,7 @@ At ratio 1, without whitening, the expected step is the gradient of J (test: 1e-
 All tokens have the same advantage, and V has read the prompt alone. The ratio is the product of the
 ratios of all tokens. So it leaves the clip range sooner, and then no token has a gradient. --mean
 takes the geometric mean instead: this product to the power of 1 / length (GSPO, Zheng et al.,
-arXiv:2507.18071, who clip it at 1 - 3e-4 and 1 + 4e-4). This divides the gradient by the length too.
+arXiv:2507.18071, who clip it at 1 - 3e-4 and 1 + 4e-4). So the gradient is divided by the length.
 """
 
 from dataclasses import dataclass

@@ -28,8 +28,8 @@ import transformers
 
 from minippo import (
     PPOConfig,
-    compute_advantages,
     batch_metrics,
+    compute_advantages,
     evaluate_actions,
     frozen_copy,
     gather_logprobs,
