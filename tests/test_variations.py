@@ -42,7 +42,7 @@ from plumbing.tokenizer import Tokenizer
 from plumbing.training import loss_in_pieces
 from tiny import assert_equal, f64, inf, stir, tiny_gpt, weights
 from train_ppo import StageConfig
-from variations import best_of_n, dpo, ensemble, grpo, iterate, rloo
+from variations import best_of_n, dpo, ensemble, grpo, iterate, ppo_ptx, rloo
 from variations.ppo_penalty import PenaltyLoss, adapt_penalty
 from variations.reinforce import reinforce_advantages, reinforce_loss
 from variations.sequence_ppo import sequence_advantages, sequence_loss
@@ -407,6 +407,25 @@ def test_the_penalty_is_doubled_or_halved_beyond_one_and_a_half_times_its_target
     assert adapt_penalty(0.015, 0.0, 0.01) == 0.01 and adapt_penalty(70.0, 9.0, 0.01) == 100
 
 
+def test_ptx_adds_the_loss_of_as_many_demonstrations_as_there_are_responses(monkeypatch):
+    task = Task()
+    rows = [([1, 0], [1, 2]), ([0], [0, 1, 2]), ([0, 1, 1], [2])]
+    monkeypatch.setattr(ppo_ptx, "read_demonstrations", lambda *folders: rows)
+    batch = part(task.rollout(), [0, 3, 9, 5, 1])
+    batch |= minippo.compute_advantages(batch, task.config, 0.3)
+    torch.manual_seed(7)
+    drawn = [rows[i] for i in torch.randint(3, (5,)).tolist()]
+    tokens, mask = pad_completions(drawn)
+    sft = -evaluate_actions(task.policy, tokens, mask)[0].sum() / mask.sum()
+    exact = minippo.ppo_loss(task.policy, batch, task.config)[0] + 0.7 * sft
+    torch.manual_seed(7)
+    loss, stats = ppo_ptx.ptx_loss(task.policy, batch, task.config, 0.7, "out", "data")
+    assert len(set(map(str, drawn))) == 3
+    assert stats["loss"] == pytest.approx(exact.item())
+    assert stats["sft_loss"] == pytest.approx(sft.item())
+    assert_equal(task.gradient(loss), task.gradient(exact))
+
+
 @pytest.mark.parametrize("size", [0, 1])
 def test_the_penalty_follows_the_last_minibatch_in_pieces_too(size):
     task, loss = Task(), PenaltyLoss(3.0)
@@ -474,6 +493,7 @@ UNREAD = {  # flags of train_ppo.py without effect
     "grpo": GROUPS | TERMS | FIXED_BETA,
     "sequence_ppo": {"gamma", "lam"} | TERMS,
     "ppo_penalty": {"clip_eps"} | TERMS,
+    "ppo_ptx": set(),
     "best_of_n": GROUPS | TERMS | {"clip_eps"},
     "dpo": GROUPS | TERMS | FIXED_BETA | {"clip_eps", "ref_update_every"},
 }
@@ -483,6 +503,7 @@ ALGORITHMS = {  # name, flags, other settings, what is in the log
     "grpo": ("GRPO", ["--k", 2], ["--no_std", "--no_length", "--k 4"], []),
     "sequence_ppo": ("sequence PPO", [], ["--mean"], ["value_loss"]),
     "ppo_penalty": ("PPO penalty", ["--target", 1e-9], PENALTY, ["penalty", "value_loss"]),
+    "ppo_ptx": ("PPO ptx", [], ["--ptx_coef 0.5"], ["value_loss", "sft_loss"]),
     "best_of_n": ("best of n", ["--n", 2], ["--n 4"], []),
     "dpo": ("DPO", ["--samples", 3], ["--ipo", "--samples 4"], ["accuracy", "margin"]),
 }

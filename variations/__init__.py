@@ -8,6 +8,7 @@ rloo           several responses to a prompt are each other's baseline
 grpo           the same with mean and standard deviation, and the KL in the loss
 sequence_ppo   the whole response is one action
 ppo_penalty    a penalty on the KL to the old policy instead of the clip
+ppo_ptx        a little of the SFT loss in every gradient step
 best_of_n      imitate the best of n responses: another algorithm in the same loop
 
 With a loop of its own:

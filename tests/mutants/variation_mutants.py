@@ -19,7 +19,7 @@ def mutant(file, name, right, wrong, where, effect, killer):
 rloo, grpo, dpo = partial(mutant, "rloo"), partial(mutant, "grpo"), partial(mutant, "dpo")
 penalty, sequence = partial(mutant, "ppo_penalty"), partial(mutant, "sequence_ppo")
 best, reinforce = partial(mutant, "best_of_n"), partial(mutant, "reinforce")
-foreign = partial(mutant, "with_transformers")
+foreign, ptx = partial(mutant, "with_transformers"), partial(mutant, "ppo_ptx")
 
 VARIATION_MUTANTS = [
     mutant(
@@ -30,6 +30,14 @@ VARIATION_MUTANTS = [
         "common: a folder that is there is taken for whole",
         "a round that was interrupted goes on with the pairs that it had by then",
         RUNS + "iterated_rounds_add_labelled_pairs_and_train_the_reward_model_on_all",
+    ),
+    ptx(
+        "demonstrations are unlearned",
+        "loss + ptx_coef * sft_term",
+        "loss - ptx_coef * sft_term",
+        "common: an objective is maximised, a loss minimised",
+        "the policy forgets the text that it should keep",
+        RUNS + "ptx_adds_the_loss_of_as_many_demonstrations_as_there_are_responses",
     ),
     rloo(
         "a baseline that is added",
