@@ -80,7 +80,6 @@ def computed(base, layers, channels):
     )
     models = sum(parts[name] for name in ("policy and critic", "reference", "reward model"))
     row = {"parameters": parameters(layers, channels), "four_models": models}
-    row |= {name: parts[name] for name in ("activations", "logits")}
     return row | {"total": total, "total_checkpointed": less}
 
 

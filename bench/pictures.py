@@ -104,6 +104,9 @@ def draw_neighbours(results, widest=6.5):
         styles[name] = {"fmt": marker, "color": colour, "markersize": 5, "linewidth": 0.8}
     for axis, key in zip(axes, ("score", "judge")):
         plot_limits(axis, results, key, linewidth=1, markersize=3)
+        for name, path in results.get("over_beta", {}).items():
+            style = {"color": styles[name]["color"], "linewidth": 0.8, "alpha": 0.6}
+            axis.plot([x["kl"] for x in path.values()], [x[key] for x in path.values()], **style)
         for name, row in rows.items():
             (x, x_error), (y, y_error) = row["kl"], row[key]
             if x < widest:
@@ -122,12 +125,22 @@ def draw_neighbours(results, widest=6.5):
     save(drawing, "neighbours")
 
 
+def draw_quality(results):
+    drawing, axis = figure(1, 6, 3.6)
+    for (name, x), colour in zip(results["quality"].items(), (BLUE, GREEN, PURPLE, GREY)):
+        axis.plot(*zip([0, 0], *x["curve"]), ".-", color=colour, label=name)
+    axis.set(xlabel="seconds of training, one thread", title="optimality", ylim=(0.7, 1))
+    axis.legend(loc="lower right")
+    save(drawing, "quality")
+
+
 def draw(results):
     draw_curves(results)
     draw_frontier(results)
     draw_hacking(results)
-    if "neighbours" in results:
-        draw_neighbours(results)
+    draw_neighbours(results)
+    if "quality" in results:
+        draw_quality(results)
 
 
 if __name__ == "__main__":

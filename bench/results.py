@@ -1,28 +1,33 @@
 """Every training run behind the figures of README.md and RESULTS.md, on the default task.
 
-    python -m bench.results               ten seeds, ablations and other settings (about three hours)
+    python -m bench.results seeds         ten seeds, all three stages
+    python -m bench.results settings      PPO with other settings
     python -m bench.results neighbours    PPO beside variations/ and TRL
-    python -m bench.results seeds         or only one part of the first: seeds or settings
+    python -m bench.results quality       how long it takes to a given optimality
 
 Runs what is missing in out/results, measures it, and writes bench/results.json, the pictures and
-the tables. If interrupted, it goes on where it stopped; to begin anew, remove that folder. Each run
-is a process with one thread; --workers says how many at a time. --summary measures what is there.
+the tables; each part takes some hours. If interrupted, it goes on where it stopped; to begin anew,
+remove that folder. Each run is a process with one thread; --workers says how many at a time.
+--summary measures what is there.
 
 Every run starts from the SFT and reward models of its seed and is measured by the same ruler. In
-"neighbours" each algorithm, PPO too, first gets the same small search on the first seed, at a
-quarter of the length: three learning rates times two values of its main flag. The setting with the
-largest score - beta KL in the last quarter of the log is kept.
+"neighbours" each algorithm, PPO too, first gets the same search on the first seed, at the full
+length of the table: learning rates times the values of its own flag, then other prices of the KL.
+The setting with the largest score - beta KL in the last quarter of the log is kept.
 """
 
 import functools
 import itertools
 import json
+import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,11 +35,12 @@ import torch
 
 import minippo
 import train_ppo
-from bench import parser, pictures
+from bench import parser, pictures, trl_ppo
 from bench.tables import ROOT, keep, load, mean_and_error
 from data.zoo import judge
 from plumbing.checkpoints import load_checkpoint, save_checkpoint
 from plumbing.errors import run_script
+from plumbing.hf import copy_trunk
 from plumbing.models import load_models
 from plumbing.report import best_of_n, best_of_n_kl, optimal_objective, optimum, respond
 from plumbing.rows import load_jsonl
@@ -46,71 +52,80 @@ SEEDS, FEW_SEEDS = range(10), range(3)
 BETA = minippo.PPOConfig.kl_coef
 BETAS = (0.03, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0, 5.0)  # of the best policies
 PROMPTS, REFERENCE, SAMPLES = 128, 192, 16  # REFERENCE answers of the SFT model to each prompt
-SHORT = "--steps 100 --no_report"
 
-# name: flags. Each runs for 100 iterations, the default too, so that all have the same budget.
+# name: flags. The default is among the ten seeds.
 HACKED = "a quarter of the pairs, beta = 0"
-ABLATIONS = {
+SETTINGS = {
     "default": "",
-    "no clipping": "--clip_eps inf --value_clip inf",
+    "learning rate halved": "--lr 4e-4",
+    "learning rate doubled": "--lr 1.6e-3",
+    "batches of 256, half as many": "--batch_size 256 --steps 225",
     "one step per batch": "--minibatches 1",
-    "no value function": "--lam 1 --vf_coef 0",
-    "lam = 0": "--lam 0",
-    "lam = 0.95": "--lam 0.95",
+    "no clipping": "--clip_eps inf --value_clip inf",
+    "four passes": "--epochs 4",
+    "four passes, no clipping": "--epochs 4 --clip_eps inf --value_clip inf",
     "no advantage whitening": "--no_whiten",
+    "no value function": "--vf_coef 0",
+    "separate critic": "--separate_critic",
+    "lam = 0.95": "--lam 0.95",
+    "lam = 0": "--lam 0",
+    "gamma = 0.95": "--gamma 0.95",
+    "entropy bonus 0.01": "--entropy_coef 0.01",
     "KL in the loss": "--kl_coef 0 --kl_loss_coef 0.2",
-    "beta = 0": "--kl_coef 0",
     "beta = 0.03": "--kl_coef 0.03",
     "beta = 0.3": "--kl_coef 0.3",
-    "adaptive KL, target 3": "--kl_target 3 --kl_horizon 5000",
-    "separate critic": "--separate_critic",
+    "beta = 0": "--kl_coef 0",
+    "reference moves, every iteration": "--ref_update_every 1",
+    "scores without a cap": "",
     "scores not normalised": "",
     "a quarter of the pairs": "",
     HACKED: "--kl_coef 0",
 }
-# Settings that other texts and programs have.
-QUESTIONS = {
-    "default": "",
-    "clip at 0.1": "--clip_eps 0.1",
-    "clip at 0.3": "--clip_eps 0.3",
-    "four passes": "--epochs 4",
-    "four passes, no clipping": "--epochs 4 --clip_eps inf --value_clip inf",
-    "four passes, lower lr": "--epochs 4 --lr 0.0002",
-    "four passes, lower lr, no clipping": "--epochs 4 --lr 0.0002 --clip_eps inf --value_clip inf",
-    "gamma = 0.95": "--gamma 0.95",
-    "value loss x 5": "--vf_coef 0.5",
-    "value loss x 10": "--vf_coef 1",
-    "entropy bonus 0.01": "--entropy_coef 0.01",
-    "entropy bonus 0.1": "--entropy_coef 0.1",
-    "KL in the loss too": "--kl_loss_coef 0.05",
-    "reference moves, every iteration": "--ref_update_every 1",
-    "reference moves, every 50": "--ref_update_every 50",
-    "length penalty": "--length_penalty 0.05",
-}
+FIVE_SEEDS = ("default", "four passes", "entropy bonus 0.01")
 
-# What is run, the flag that is searched besides the learning rate, and its two values. Where the KL
-# is not in the reward, the same beta is another price: see variations/dpo.py and grpo.py.
+
+@dataclass
+class Algorithm:
+    """What is run; the flag that is searched besides the learning rate, with its values; and the
+    prices of the KL, of which the first is that of the search. Where the KL is not in the reward,
+    the same beta is another price: see variations/dpo.py and grpo.py."""
+
+    words: str
+    flag: str = ""
+    betas: tuple = (BETA,)
+    rates: tuple = (4e-4, 8e-4, 1.6e-3)
+
+
+LOW_RATES = 1.2e-4, 4e-4, 1.2e-3  # for DPO and IPO, whose pairs never change
+IN_REWARD, IN_LOSS, IN_PAIRS = (
+    (0.1, 0.03, 0.06, 0.2, 0.4),
+    (0.3, 0.1, 0.2, 0.5, 1),
+    (0.3, 0.1, 0.2, 0.5, 1),
+)
 TRL = "-m torch.distributed.run --standalone --nproc_per_node 2 -m variations.outgrow --k 8"
 ALGORITHMS = {
-    "PPO": ("train_ppo.py", "minibatches 4 8"),
-    "PPO, separate critic": ("train_ppo.py --separate_critic", "minibatches 4 8"),
-    "PPO, KL penalty": ("-m variations.ppo_penalty", "target 0.003 0.03"),
-    "PPO, one action": ("-m variations.sequence_ppo", "clip_eps 0.2 1"),
-    "PPO, ratio of GSPO": ("-m variations.sequence_ppo --mean", "clip_eps 0.01 0.2"),
-    "REINFORCE, total return": ("-m variations.reinforce --credit total", "minibatches 4 8"),
-    "REINFORCE, reward-to-go": ("-m variations.reinforce", "minibatches 4 8"),
-    "REINFORCE, less the value": ("-m variations.reinforce --baseline", "minibatches 4 8"),
-    "RLOO": ("-m variations.rloo", "k 4 8"),
-    "GRPO": ("-m variations.grpo --k 8", "kl_coef 0.1 0.3"),
-    "Dr. GRPO": ("-m variations.grpo --no_std --no_length --k 8", "kl_coef 0.1 0.3"),
-    "PPO of TRL": ("-m bench.trl_ppo", "minibatches 4 8"),
-    "GRPO of TRL": (TRL, "kl_coef 0.1 0.3"),
-    "best of n, imitated": ("-m variations.best_of_n", "n 4 8"),
-    "DPO": ("-m variations.dpo", "kl_coef 0.1 0.3"),
-    "IPO": ("-m variations.dpo --ipo", "kl_coef 0.1 0.3"),
+    "PPO": Algorithm("train_ppo.py", "minibatches 4 8", IN_REWARD),
+    "PPO, separate critic": Algorithm("train_ppo.py --separate_critic", "minibatches 4 8"),
+    "PPO, KL penalty": Algorithm("-m variations.ppo_penalty", "target 0.003 0.03"),
+    "PPO, one action": Algorithm("-m variations.sequence_ppo", "clip_eps 0.2 1"),
+    "PPO, ratio of GSPO": Algorithm("-m variations.sequence_ppo --mean", "clip_eps 0.01 0.2"),
+    "REINFORCE, total return": Algorithm("-m variations.reinforce --credit total"),
+    "REINFORCE, reward-to-go": Algorithm("-m variations.reinforce"),
+    "REINFORCE, less the value": Algorithm("-m variations.reinforce --baseline"),
+    "RLOO": Algorithm("-m variations.rloo", "k 4 8", IN_REWARD),
+    "GRPO": Algorithm("-m variations.grpo --k 8", betas=IN_LOSS),
+    "Dr. GRPO": Algorithm("-m variations.grpo --no_std --no_length --k 8", betas=IN_LOSS),
+    "PPO of TRL": Algorithm("-m bench.trl_ppo"),
+    "GRPO of TRL": Algorithm(TRL, betas=IN_LOSS),
+    "best of n, imitated": Algorithm("-m variations.best_of_n", "n 4 8"),
+    "DPO": Algorithm("-m variations.dpo", betas=IN_PAIRS, rates=LOW_RATES),
+    "IPO": Algorithm("-m variations.dpo --ipo", betas=(0.1, 0.03, 0.06, 0.2, 0.3), rates=LOW_RATES),
 }
-STEPS, RATES = 200, (4e-4, 8e-4, 1.6e-3)
-LOW_RATES = 1.2e-4, 4e-4, 1.2e-3  # for DPO and IPO, whose pairs never change
+STEPS = 200
+
+# Until which optimality? Policies are kept every PACE iterations, at full length.
+PACED = ("PPO", "PPO, separate critic", "RLOO", "PPO of TRL")
+PACE, GOALS = 25, (0.9, 0.95)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -198,7 +213,8 @@ def folder(name, seed):
 
 def models_of(name, seed):
     """The folder with the SFT and the reward model that a setting starts from."""
-    kind = "few pairs" if "quarter" in name else "raw" if "not normalised" in name else "models"
+    parts = {"quarter": "few pairs", "not normalised": "raw", "without a cap": "no cap"}
+    kind = next((kind for part, kind in parts.items() if part in name), "models")
     return folder(kind, seed)
 
 
@@ -209,26 +225,35 @@ def make_models(seeds, workers):
 
 
 def make_other_models(seeds, workers):
-    """Reward models with scores that are not normalised, and of a quarter of the pairs."""
+    """Reward models of a quarter of the pairs, with scores that are not normalised, and without a
+    cap."""
     jobs = []
     for seed in seeds:
-        models, raw, few = (folder(kind, seed) for kind in ("models", "raw", "few pairs"))
+        models, raw, few, no_cap = (
+            folder(kind, seed) for kind in ("models", "raw", "few pairs", "no cap")
+        )
         data = few / "data"
         data.mkdir(parents=True, exist_ok=True)
         for path in (ROOT / "data" / "zoo").iterdir():
             lines = path.read_bytes().splitlines(True)
             share = 4 if path.stem == "pref_train" else 1
             (data / path.name).write_bytes(b"".join(lines[: len(lines) // share]))
-        for out in (raw, few):
+        for out in (raw, few, no_cap):
             out.mkdir(parents=True, exist_ok=True)
-            (out / "sft.pt").unlink(missing_ok=True)
-            os.link(models / "sft.pt", out / "sft.pt")
+            shutil.copy(models / "sft.pt", out)
         model, tokenizer, facts = load_checkpoint(models / "rm.pt", ["rm"])
-        model.cap.mul_(model.std).add_(model.mean)
+        scale, cap = (model.mean.clone(), model.std.clone()), model.cap.clone()
+        save_checkpoint(no_cap / "rm.pt", "rm", without_cap(model), tokenizer, **facts)
+        model.cap.copy_(cap * scale[1] + scale[0])
         model.mean.zero_(), model.std.fill_(1.0)
         save_checkpoint(raw / "rm.pt", "rm", model, tokenizer, **facts)
         jobs += [Job(few, ["train_rm.py", "--resume", "--seed", seed, "--data", data])]
     run(jobs, workers)
+
+
+def without_cap(reward_model):
+    reward_model.cap.fill_(math.inf)
+    return reward_model
 
 
 def judged_job(name, seed, flags=""):
@@ -252,51 +277,114 @@ def judged_ppo(flags):
     train_ppo.main(compute_advantages)
 
 
-def settings_jobs(settings):
-    return {
-        name: [judged_job(name, seed, f"{SHORT} {flags}") for seed in FEW_SEEDS]
-        for name, flags in settings.items()
-    }
-
-
-def searches(name):
-    """{flags: job} for the six settings, on the first seed, at a quarter of the length."""
-    flag, *values = ALGORITHMS[name][1].split()
+def settings_jobs():
+    """{name: the job of each seed}."""
     jobs = {}
-    for lr, value in itertools.product(LOW_RATES if name in ("DPO", "IPO") else RATES, values):
-        flags = f"--lr {lr:g} --{flag} {value}"
-        jobs[flags] = neighbour_job(name, f"search/{name} {flags}", 0, STEPS // 4, flags)
+    for name, flags in SETTINGS.items():
+        seeds = range(5) if name in FIVE_SEEDS else FEW_SEEDS
+        place, flags = ("full", "") if name == "default" else (name, f"--no_report {flags}")
+        jobs[name] = [judged_job(place, seed, flags) for seed in seeds]
     return jobs
 
 
-def neighbour_job(name, out, seed, steps, flags):
-    words = ALGORITHMS[name][0].split()
+def searches(name):
+    """{flags: job} on the first seed: learning rates times values of the flag."""
+    x = ALGORITHMS[name]
+    flag, *values = x.flag.split() or [""]
+    betas = f" --kl_coef {x.betas[0]:g}" if len(x.betas) > 1 else ""
+    settings = itertools.product(x.rates, values or [""])
+    words = [f"--lr {lr:g}{f' --{flag} {v}' if v else ''}{betas}" for lr, v in settings]
+    return {flags: neighbour_job(name, 0, flags) for flags in words}
+
+
+def other_betas(name):
+    """{flags: job} on the first seed: the best of searches() with the other prices of the KL."""
+    first, *others = ALGORITHMS[name].betas
+    found = best(searches(name)) if others else None
+    if not found:
+        return {}
+    flags = {beta: found.replace(f"--kl_coef {first:g}", f"--kl_coef {beta:g}") for beta in others}
+    return {x: neighbour_job(name, 0, x) for x in flags.values()}
+
+
+def tried(name):
+    return searches(name) | other_betas(name)
+
+
+def neighbour_job(name, seed, flags):
+    words = ALGORITHMS[name].words.split()
     models = ["--models", folder("models", seed), "--seed", seed]
     go_on = "--overwrite" if "TRL" in name else "--resume"  # TRL begins anew
-    length = ["--steps", steps, "--no_report", go_on]
-    return Job(folder(f"neighbours/{out}", seed), [*words, *models, *length, *flags.split()])
+    length = ["--steps", STEPS, "--no_report", go_on]
+    out = folder(f"neighbours/{name}/{flags}", seed)
+    return Job(out, [*words, *models, *length, *flags.split()])
 
 
-def best(name):
-    """The flags that did best in the search; None if all of them failed."""
-    found = {flags: job.objective() for flags, job in searches(name).items()}
+def best(jobs):
+    """The flags that did best; None if all of them failed."""
+    found = {flags: job.objective() for flags, job in jobs.items()}
     found = {flags: x for flags, x in found.items() if x is not None}
     return max(found, key=found.get, default=None)
 
 
+def names_of_neighbours():
+    return [name for name in ALGORITHMS if "TRL" not in name or find_spec("trl")]
+
+
 def neighbour_jobs():
     """{name: the job of each seed, with the best setting}, once all searches are done."""
-    names = [name for name in ALGORITHMS if "TRL" not in name or find_spec("trl")]
     return {
-        name: [neighbour_job(name, name, seed, STEPS, flags) for seed in FEW_SEEDS]
-        for name in names
-        if (flags := best(name))
+        name: [neighbour_job(name, seed, flags) for seed in FEW_SEEDS]
+        for name in names_of_neighbours()
+        if (flags := best(tried(name)))
     }
+
+
+def paced_jobs():
+    """{name: the job of each seed}: the settings found by the search, at full length."""
+    jobs = {}
+    for name in PACED:
+        words = [word for word in ALGORITHMS[name].words.split() if word != "-m"]
+        # The KL's price is that of the optimality.
+        flags = best(searches(name)).split()
+        jobs[name] = [
+            Job(
+                folder(f"paced/{name}", seed),
+                ["-m", "bench.results", "paced", *words, "--models", folder("models", seed)]
+                + ["--seed", seed, "--no_report", "--overwrite", *flags],
+            )
+            for seed in FEW_SEEDS
+        ]
+    return jobs
+
+
+def paced(words):
+    """A script with its flags, in this process; its policy is kept every PACE iterations."""
+    module, sys.argv = words[0], words
+    out, models = (Path(words[words.index(flag) + 1]) for flag in ("--out", "--models"))
+    sft, tokenizer, _ = load_checkpoint(models / "sft.pt", ["sft"])
+    steps = itertools.count(1)
+
+    def keep_policy(policy):
+        if (step := next(steps)) % PACE == 0:
+            if not isinstance(policy, minippo.GPT):  # of TRL
+                copy_trunk(policy.transformer, sft.trunk)
+                policy = sft
+            (out / "policies").mkdir(exist_ok=True)
+            save_checkpoint(out / "policies" / f"{step}.pt", "ppo", policy, tokenizer)
+
+    def iteration(policy, *rest):
+        found = minippo.ppo_iteration(policy, *rest)
+        keep_policy(policy)
+        return found
+
+    train_ppo.ppo_iteration, trl_ppo.after_iteration = iteration, keep_policy
+    import_module(module.removesuffix(".py")).main()
 
 
 def hacking_jobs():
     """{name: jobs} at beta = 0, on the first seed, after the ensemble of reward models."""
-    home, seed, rounds = folder("neighbours/against hacking", 0), 0, 3
+    home, seed, rounds = folder("against hacking", 0), 0, 3
     models = ["--models", folder("models", seed)]
     flags = ["--seed", seed, "--kl_coef", 0, "--no_report", "--resume", "--steps", STEPS]
     rewards = {
@@ -381,7 +469,7 @@ def over_seeds(rows):
 def differences(rows, first):
     """The optimality of these runs less that of the `first`, seed by seed: known better than
     either."""
-    pairs = zip(rows, first, strict=True)
+    pairs = zip(rows, first)  # of one there may be more seeds
     return mean_and_error([row["optimality"] - other["optimality"] for row, other in pairs])
 
 
@@ -460,17 +548,14 @@ def seeds(workers):
 
 
 def settings(workers):
-    jobs = settings_jobs(ABLATIONS | QUESTIONS)
+    jobs = settings_jobs()
     if workers:
-        make_models(FEW_SEEDS, workers)
+        make_models(range(5), workers)
         make_other_models(FEW_SEEDS, workers)
         run([job for runs in jobs.values() for job in runs], workers)
-    out = {
-        "ablations": rows_of({name: jobs[name] for name in ABLATIONS}, ABLATIONS, "default"),
-        "questions": rows_of({name: jobs[name] for name in QUESTIONS}, QUESTIONS, "default"),
-    }
+    out = {"settings": rows_of(jobs, SETTINGS, "default")}
     stick = yardstick(models_of(HACKED, 0), 0)
-    policy, _, _ = load_checkpoint(folder(HACKED, 0) / "ppo.pt", ["ppo"])
+    policy, _, _ = load_checkpoint(jobs[HACKED][0].out / "ppo.pt", ["ppo"])
     out["hacked"] = most_hacked(*stick.ask(policy, SAMPLES), stick)
     paths = {name: path_of(jobs[name]) for name in ("beta = 0.03", "default", "beta = 0.3", HACKED)}
     return out | {"paths": paths}
@@ -500,39 +585,96 @@ def most_hacked(x, texts, stick):
 
 
 def neighbours(workers):
-    names = [name for name in ALGORITHMS if "TRL" not in name or find_spec("trl")]
+    names = names_of_neighbours()
     ensemble, hacking = hacking_jobs()
     if workers:
         make_models(FEW_SEEDS, workers)
-        run([job for name in names for job in searches(name).values()], workers)
+        for jobs_of in (searches, other_betas):
+            run([job for name in names for job in jobs_of(name).values()], workers)
         run([job for runs in neighbour_jobs().values() for job in runs], workers)
         run([ensemble], workers)
         run(list(hacking.values()), workers)
-    flags = {name: best(name) for name in names}
-    rows = {name: measured(job, folder("models", 0), 0) for name, job in hacking.items()}
+    flags = {name: best(tried(name)) for name in names}
+    models = folder("models", 0)
+    rows = {name: measured(job, models, 0) for name, job in hacking.items()}
     return {
         "neighbours": rows_of(neighbour_jobs(), flags, "PPO"),
+        "over_beta": {name: over_beta(name) for name in names if other_betas(name)},
         "search": {
-            name: {flags: job.objective() for flags, job in searches(name).items()}
-            for name in names
+            name: {flags: job.objective() for flags, job in tried(name).items()} for name in names
         },
         "hacking": [{"name": name, "beta": 0, **row} for name, row in rows.items()],
     }
 
 
+def over_beta(name):
+    """{beta: figures on the first seed}, with the setting that the search found at the first."""
+    found = best(searches(name))
+    jobs = {found: searches(name)[found]} | other_betas(name)
+    path = {
+        float(flags.split("--kl_coef ")[1]): measured(job, folder("models", 0), 0)
+        for flags, job in jobs.items()
+        if job.status() == 0
+    }
+    return dict(sorted(path.items()))
+
+
+def quality(workers):
+    jobs = paced_jobs()
+    if workers:
+        run([job for runs in jobs.values() for job in runs], workers)
+    out = {}
+    for name, runs in jobs.items():
+        curves = [curve_of(job, folder("models", i), i) for i, job in enumerate(runs)]
+        curve = [[statistics.fmean(x) for x in zip(*points)] for points in zip(*curves)]
+        out[name] = {"curve": curve}
+        for goal in GOALS:
+            seconds = [seconds_to(goal, curve) for curve in curves]
+            out[name][str(goal)] = None if None in seconds else mean_and_error(seconds)
+    return {"quality": out}
+
+
+def curve_of(job, models, seed):
+    """[[seconds of training, optimality], ...] of the policies that were kept."""
+    path = job.out / "curve.json"
+    if not path.exists():
+        seconds = [row["seconds"] for row in job.log()]
+        curve, stick = [], yardstick(models, seed)
+        for step in range(PACE, len(seconds) + 1, PACE):
+            policy, _, _ = load_checkpoint(job.out / "policies" / f"{step}.pt", ["ppo"])
+            figures = stick.figures(stick.ask(policy, SAMPLES)[0])
+            curve.append([seconds[step - 1], figures["optimality"]])
+        path.write_text(json.dumps(curve))
+    return json.loads(path.read_text())
+
+
+def seconds_to(goal, curve):
+    """When a straight line between two points first reaches the goal; None if it never does."""
+    for (start, low), (end, high) in zip([[0.0, 0.0], *curve], curve):
+        if high >= goal:
+            return start + (end - start) * (goal - low) / (high - low)
+
+
 def main():
     if sys.argv[1:2] == ["judged"]:
         return judged_ppo(sys.argv[2:])
-    parts = {"seeds": seeds, "settings": settings, "neighbours": neighbours}
+    if sys.argv[1:2] == ["paced"]:
+        return paced(sys.argv[2:])
+    parts = {
+        "seeds": seeds,
+        "settings": settings,
+        "neighbours": neighbours,
+        "quality": quality,
+    }
     flags = parser(__doc__)
-    flags.add_argument("parts", nargs="*", metavar="part", help=", ".join(parts))
+    flags.add_argument("parts", nargs="+", metavar="part", help=", ".join(parts))
     flags.add_argument("--workers", type=int, default=2, help="processes at a time")
     flags.add_argument("--summary", action="store_true", help="train nothing")
     args = flags.parse_args()
     if unknown := set(args.parts) - set(parts):
         flags.error(f"no part is called {', '.join(unknown)}")
     prepare(RunConfig(device="cpu", out=RUNS))
-    for name in args.parts or ["seeds", "settings"]:
+    for name in args.parts:
         keep(parts[name](0 if args.summary else args.workers))
     pictures.draw(load())
 

@@ -4,9 +4,8 @@
     python -m bench.speed small     one workload: small, medium, or default (make run comes first)
     python -m bench.speed --nanogpt FOLDER   a training step beside that of nanoGPT, a clone of it
 
-An iteration is minippo.ppo_iteration(), computed as train_ppo.py computes it. Two floors stand
-beside it, for the same matrix products, counted by hand: each product by itself, at its own shape;
-and all of them at the rate of one large product.
+An iteration is minippo.ppo_iteration(), computed as train_ppo.py computes it. Beside it stand the
+same matrix products, counted by hand, each by itself at its own shape.
 """
 
 import functools
@@ -156,50 +155,34 @@ def operations(products):
     return sum(2 * times * matrices * m * k * n for times, matrices, m, k, n in products)
 
 
-def large_rate():
-    """Floating-point operations a second of one large product."""
-    a = torch.randn(1024, 1024)
-    return 2 * 1024**3 / seconds_of(lambda: a @ a, 20)
-
-
-def floors(products):
-    """Seconds of these products: each by itself, at its own shape, and at the rate of a large
-    one."""
-    alone = 0.0
+def floor_of(products):
+    """Seconds of these products, each by itself, at its own shape."""
+    seconds = 0.0
     for times, matrices, m, k, n in products:
         a, b = torch.randn(matrices, m, k), torch.randn(matrices, k, n)
         out = torch.empty(matrices, m, n)
         if matrices == 1:  # mm is what a linear layer calls
             a, b, out = a[0], b[0], out[0]
-        alone += times * seconds_of(functools.partial(torch.matmul, a, b, out=out))
-    return {"alone": alone, "at peak": operations(products) / large_rate()}
+        seconds += times * seconds_of(functools.partial(torch.matmul, a, b, out=out))
+    return seconds
 
 
 def measure(name):
-    """Medians over some iterations, and their ratios to the floors; both are printed."""
+    """Medians over some iterations, and their ratios to the products; both are printed."""
     work = Workload(SIZES.get(name))
     work.iteration()
     runs = [work.iteration() for _ in range(3 if name == "medium" else 5)]
     seconds = {phase: statistics.median(run[phase] for run in runs) for phase in runs[0]}
-    floor = {phase: floors(products) for phase, products in work.products().items()}
+    floor = {phase: floor_of(products) for phase, products in work.products().items()}
     tokens, total = int(work.batch["mask"].sum()), sum(seconds.values())
-    seconds["iteration"] = total
-    floor["iteration"] = {
-        kind: sum(x[kind] for x in floor.values()) for kind in ("alone", "at peak")
-    }
+    seconds["iteration"], floor["iteration"] = total, sum(floor.values())
+    ratios = {phase: s / floor[phase] for phase, s in seconds.items()}
     print(f"\n{name}: {tokens / total:,.0f} response tokens/s")
     for phase, s in seconds.items():
-        alone, peak = floor[phase].values()
-        line = (
-            f"{s / alone:.2f} x products alone ({alone:.3f} s)   {s / peak:.2f} x the same at peak"
+        print(
+            f"    {phase:<10}{s:8.3f} s   {ratios[phase]:.2f} x its products ({floor[phase]:.3f} s)"
         )
-        print(f"    {phase:<10}{s:8.3f} s   {line} ({peak:.3f} s)")
     print(f"    one gradient step alone: {1e3 * seconds_of(work.step):.1f} ms")
-    ratios = {
-        phase + label: seconds[phase] / floor[phase][kind]
-        for kind, label in (("alone", ""), ("at peak", ", at peak"))
-        for phase in ("update", "iteration")
-    }
     return {"seconds": seconds, "ratios": ratios}
 
 

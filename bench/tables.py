@@ -100,16 +100,17 @@ def tables(results):
     """results.json -> {name of a marker: text of the table}, of the sections that are there."""
     makers = {
         "reports": tables_of_seeds,
-        "ablations": lambda x: {"ablations": table_of_settings(x["ablations"])},
-        "questions": lambda x: {"questions": table_of_settings(x["questions"])},
+        "settings": table_of_settings,
         "hacked": table_of_hacked,
+        "cured": table_of_cured,
         "neighbours": tables_of_neighbours,
+        "quality": table_of_quality,
         "ladder": table_of_ladder,
-        "real": tables_of_real,
+        "judged": tables_of_real,
         "speed": tables_of_speed,
         "beside_nanogpt": table_of_nanogpt,
         "memory": tables_of_memory,
-        "accident": tables_of_accident,
+        "accidents": tables_of_accident,
     }
     out = {}
     for section, make in makers.items():
@@ -168,13 +169,12 @@ def code(flags):
     return f"`{flags}`" if flags else ""
 
 
-def table_of_settings(settings):
-    columns = {"optimality": 2, "gain": 3, "judge": 2, "score": 2, "kl": 2}
-    head = ["optimality", "less the default's", "judge", "score", "KL"]
-    if not any("gain" in x for x in settings.values()):  # measured before there was this column
-        del columns["gain"], head[1]
-    rows = [[name, code(x["flags"]), *cells(x, **columns)] for name, x in settings.items()]
-    return table(["setting", "flags", *head], rows)
+def table_of_settings(results):
+    columns = {"optimality": 3, "gain": 3, "judge": 2, "kl": 2}
+    rows = results["settings"].items()
+    rows = [[name, code(x["flags"]), *cells(x, **columns)] for name, x in rows]
+    head = ["setting", "flags", "optimality", "less the default's", "judge", "KL"]
+    return {"settings": table(head, rows)}
 
 
 def table_of_hacked(results):
@@ -185,11 +185,23 @@ def table_of_hacked(results):
     return {"hacked": table(["prompt and response", "score", "judge", "kl"], rows)}
 
 
+def table_of_cured(results):
+    """PPO on the models of seeds that it hacked."""
+    seeds = {}
+    for x in results["cured"].values():
+        seeds |= dict.fromkeys(x)
+    rows = []
+    for name, x in results["cured"].items():
+        figures = [[*cells(x[seed], judge=2, kl=2), str(x[seed]["suspects"])] for seed in seeds]
+        rows.append([name, *sum(figures, [])])
+    head = [f"{column}, seed {seed}" for seed in seeds for column in ("judge", "KL", "suspicious")]
+    return {"cured": table(["", *head], rows)}
+
+
 def tables_of_neighbours(results):
     columns = {"optimality": 3, "gain": 3, "judge": 2, "score": 2, "kl": 2, "seconds": 0}
-    rows = results["neighbours"].items()
-    rows = [[name, code(x["flags"]), *cells(x, **columns)] for name, x in rows]
-    head = ["", "setting found", "optimality", "less PPO's", "judge", "score", "KL", "seconds"]
+    rows = [[name, *cells(x, **columns)] for name, x in results["neighbours"].items()]
+    head = ["", "optimality", "less PPO's", "judge", "score", "KL", "seconds"]
     out = {"neighbours": table(head, rows)}
     head = ["PPO with", "beta", "judge", "score by the first reward model", "KL"]
     rows = [
@@ -198,28 +210,29 @@ def tables_of_neighbours(results):
     return out | {"ensembles": table(head, rows)}
 
 
+def table_of_quality(results):
+    goals = [name for name in next(iter(results["quality"].values())) if name != "curve"]
+    rows = [
+        [name, *(cell(x[goal], 0) or "never" for goal in goals)]
+        for name, x in results["quality"].items()
+    ]
+    head = ["seconds to an optimality of", *goals]
+    return {"quality": table(head, rows)}
+
+
 def table_of_ladder(results):
     rungs = results["ladder"]
     first = rungs["total return"]["variance"]
     rows = [
-        [rung, cell(x["variance"], 1), cell(x["variance"] / first, 3), f"{x['bias']:.0e}"]
-        for rung, x in rungs.items()
+        [rung, cell(x["variance"], 1), cell(x["variance"] / first, 3)] for rung, x in rungs.items()
     ]
-    head = ["grad log pi times the", "variance", "share of the first", "bias"]
+    head = ["grad log pi times the", "variance", "share of the first"]
     return {"ladder": table(head, rows)}
 
 
 def tables_of_real(results):
     """What bench.real has measured on film reviews."""
-    rows = []
-    for name, x in results["real"].items():
-        accuracy = [100 * figure for figure in pair(x, "rm", "val_accuracy")]
-        figures = [cell(accuracy, 1), cell(pair(x, "sft", "score"))]
-        figures += [cell(pair(x, "ppo", name)) for name in ("score", "kl", "eos_rate")]
-        rows.append([name, *figures, cell(x["seconds"] / 60, 1)])
-    head = ["data", "validation pairs right, %", "score, SFT", "score, PPO", "KL", "end-of-text"]
-    out = {"real": table([*head, "minutes"], rows)}
-    rows = []
+    rows, out = [], {}
     for x in results["reviews"]:
         texts = [f"{x['prompt']} **{x[kind].strip()}**" for kind in ("sft", "ppo")]
         rows.append([*texts, *cells(x, score=2, kl=2)])
@@ -235,7 +248,7 @@ def tables_of_real(results):
 
 
 def tables_of_speed(results):
-    ratios = ("update", "iteration", "update, at peak", "iteration, at peak")
+    ratios = ("update", "iteration")
     phases = ("rollout", "scoring", "update")
     rows = []
     for name, x in results["speed"].items():
@@ -256,12 +269,12 @@ def table_of_nanogpt(results):
 
 
 def tables_of_memory(results):
-    columns = ("four_models", "activations", "logits", "total", "total_checkpointed")
+    columns = ("four_models", "total", "total_checkpointed")
     rows = []
     for name, x in results["memory"].items():
         size = f"{x['parameters'] / 1e6:,.0f} M"
         rows.append([name, size, *(cell(x[column] / 1e9, 1) for column in columns)])
-    head = ["", "parameters", "the models", "activations", "logits", "in all"]
+    head = ["", "parameters", "the models", "in all"]
     out = {"memory": table([*head, "in all, `--grad_checkpoint`"], rows)}
     rows = []
     for name, stages in results["memory_measured"].items():
@@ -272,16 +285,15 @@ def tables_of_memory(results):
 
 
 def tables_of_accident(results):
-    rows = [[i, *cells(x, low=2, high=2, kl=2, longest=0)] for i, x in results["accident"].items()]
-    head = ["iteration", "low scores, nats per token", "high scores, nats per token"]
-    out = {"accident": table([*head, "kl of its batch", "its largest KL"], rows)}
-    rows = []
-    for name, x in results["cures"].items():
-        flags = " ".join(f"`--{flag} {value:g}`" for flag, value in x["flags"].items())
-        rows.append([name, flags, str(x["astray"]), cell(x["low"])])
-    head = ["changed", "", "iterations with a response astray"]
-    out["cures"] = table([*head, "low scores, nats per token, at the end"], rows)
-    return out
+    rows = [[name, *cells(x, rise=2, spread=2)] for name, x in results["accidents"].items()]
+    head = ["changed in the iteration", "rise, nats per token", "spread over orders of the batch"]
+    out = {"accidents": table(head, rows)}
+    rows = [
+        [name, code(x["flags"]), *cells(x, astray=1, low=2, high=2)]
+        for name, x in results["cures"].items()
+    ]
+    head = ["changed in the run", "", "iterations with a response astray", "low scores"]
+    return out | {"cures": table([*head, "high scores"], rows)}
 
 
 if __name__ == "__main__":

@@ -9,14 +9,36 @@ train_ppo.py's --separate_critic. The flags are those of variations/outgrow.py, 
 
 import json
 
+from torch import nn
+
 from plumbing.errors import run_script
 from variations import outgrow
+
+
+def after_iteration(policy):
+    """bench.results puts a function here that keeps the policy."""
+
+
+class Capped(nn.Module):
+    """The head of a reward model; its scores end at the cap, as those of minippo.RewardModel."""
+
+    def __init__(self, head, cap):
+        super().__init__()
+        self.head, self.cap = head, cap
+
+    def forward(self, hidden):
+        return self.head(hidden).clamp(max=self.cap)
 
 
 def train(run, config, stage, flags, prompts, tokenizer, processes):
     """PPO as TRL does it; flags and processes are for TRL's GRPO."""
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        TrainerCallback,
+    )
     from trl.experimental.ppo import PPOConfig, PPOTrainer
 
     arguments = PPOConfig(
@@ -55,10 +77,16 @@ def train(run, config, stage, flags, prompts, tokenizer, processes):
     reward_model, critic = (
         AutoModelForSequenceClassification.from_pretrained(run.out / "rm") for _ in range(2)
     )
+    reward_model.score = Capped(reward_model.score, reward_model.config.score_cap)
     rows = Dataset.from_dict({"input_ids": prompts})
-    trainer = PPOTrainer(
-        arguments, padder, policy, ref, reward_model, rows, critic, eval_dataset=rows
-    )
+    models = policy, ref, reward_model, rows, critic
+    trainer = PPOTrainer(arguments, padder, *models, eval_dataset=rows)
+
+    class AfterIteration(TrainerCallback):
+        def on_step_end(self, *_, **__):
+            after_iteration(policy)
+
+    trainer.add_callback(AfterIteration())
     trainer.train()
     trainer.save_model(run.out / "policy")
     tokenizer = AutoTokenizer.from_pretrained(run.out / "sft")  # without the token for padding
@@ -73,5 +101,9 @@ def train(run, config, stage, flags, prompts, tokenizer, processes):
             print(json.dumps(numbers), file=file)
 
 
+def main():
+    outgrow.main(train, "TRL's PPO")
+
+
 if __name__ == "__main__":
-    run_script(lambda: outgrow.main(train, "TRL's PPO"))
+    run_script(main)
