@@ -97,11 +97,7 @@ class Algorithm:
 
 
 LOW_RATES = 1.2e-4, 4e-4, 1.2e-3  # for DPO and IPO, whose pairs never change
-IN_REWARD, IN_LOSS, IN_PAIRS = (
-    (0.1, 0.03, 0.06, 0.2, 0.4),
-    (0.3, 0.1, 0.2, 0.5, 1),
-    (0.3, 0.1, 0.2, 0.5, 1),
-)
+IN_REWARD, IN_LOSS = (0.1, 0.03, 0.06, 0.2, 0.4), (0.3, 0.1, 0.2, 0.5, 1)
 TRL = "-m torch.distributed.run --standalone --nproc_per_node 2 -m variations.outgrow --k 8"
 ALGORITHMS = {
     "PPO": Algorithm("train_ppo.py", "minibatches 4 8", IN_REWARD),
@@ -118,7 +114,7 @@ ALGORITHMS = {
     "PPO of TRL": Algorithm("-m bench.trl_ppo"),
     "GRPO of TRL": Algorithm(TRL, betas=IN_LOSS),
     "best of n, imitated": Algorithm("-m variations.best_of_n", "n 4 8"),
-    "DPO": Algorithm("-m variations.dpo", betas=IN_PAIRS, rates=LOW_RATES),
+    "DPO": Algorithm("-m variations.dpo", betas=IN_LOSS, rates=LOW_RATES),
     "IPO": Algorithm("-m variations.dpo --ipo", betas=(0.1, 0.03, 0.06, 0.2, 0.3), rates=LOW_RATES),
 }
 STEPS = 200
@@ -242,18 +238,14 @@ def make_other_models(seeds, workers):
             out.mkdir(parents=True, exist_ok=True)
             shutil.copy(models / "sft.pt", out)
         model, tokenizer, facts = load_checkpoint(models / "rm.pt", ["rm"])
-        scale, cap = (model.mean.clone(), model.std.clone()), model.cap.clone()
-        save_checkpoint(no_cap / "rm.pt", "rm", without_cap(model), tokenizer, **facts)
-        model.cap.copy_(cap * scale[1] + scale[0])
+        cap = model.cap.clone()
+        model.cap.fill_(math.inf)
+        save_checkpoint(no_cap / "rm.pt", "rm", model, tokenizer, **facts)
+        model.cap.copy_(cap * model.std + model.mean)
         model.mean.zero_(), model.std.fill_(1.0)
         save_checkpoint(raw / "rm.pt", "rm", model, tokenizer, **facts)
         jobs += [Job(few, ["train_rm.py", "--resume", "--seed", seed, "--data", data])]
     run(jobs, workers)
-
-
-def without_cap(reward_model):
-    reward_model.cap.fill_(math.inf)
-    return reward_model
 
 
 def judged_job(name, seed, flags=""):

@@ -3,10 +3,11 @@
     python -m variations.ppo_ptx --ptx_coef 0.02    after train_sft.py and train_rm.py
 
 PPO sees only what it samples. What the policy would say elsewhere may change, and no response pays
-for it. So InstructGPT (arXiv:2203.02155, eq. 2) adds to the objective text that is known to be
-good, c times E[log pi(x)]. There x is from the text of the pretraining. Here x is an answer from
-the demonstrations of stage 1, as many as there are responses in the step, and log pi is a mean over
-their tokens. RESULTS.md measures what this is for ("An accident worth knowing").
+for it. To the objective J this adds c * E[log pi(x)], where x is text that is known to be good. In
+InstructGPT (arXiv:2203.02155, eq. 2) x comes from the pretraining, so that other abilities are not
+lost. Here x is an answer from the demonstrations of stage 1. A gradient step draws as many of them
+as it has responses, and log pi is a mean over their tokens. RESULTS.md measures what this does ("An
+accident worth knowing").
 """
 
 import functools
@@ -27,6 +28,7 @@ from variations import take_flags
 
 
 def ptx_loss(policy, batch, config, ptx_coef, models, demonstrations):
+    """PPO's loss, and c times that of demonstrations; models, demonstrations: their folders."""
     loss, stats = ppo_loss(policy, batch, config)
     rows = read_demonstrations(models, demonstrations)
     drawn = torch.randint(len(rows), (len(batch["tokens"]),)).tolist()
