@@ -33,9 +33,6 @@ SEEDS, STOP = range(5), 200  # iterations
 ASTRAY = 50  # nats of KL
 CURES = {
     "nothing": "",
-    "the value loss counts less": "--vf_coef 0.1",
-    "the value head learns faster": "--head_lr 30",
-    "Adam's epsilon": "--adam_eps 1e-4",
     "all three, as by default": "--vf_coef 0.1 --head_lr 30 --adam_eps 1e-4",
     "a little SFT loss": "--ptx_coef 0.02",
 }

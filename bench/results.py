@@ -26,7 +26,7 @@ import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -60,13 +60,11 @@ SETTINGS = {
     "learning rate halved": "--lr 4e-4",
     "learning rate doubled": "--lr 1.6e-3",
     "batches of 256, half as many": "--batch_size 256 --steps 225",
-    "one step per batch": "--minibatches 1",
     "no clipping": "--clip_eps inf --value_clip inf",
     "four passes": "--epochs 4",
     "four passes, no clipping": "--epochs 4 --clip_eps inf --value_clip inf",
     "no advantage whitening": "--no_whiten",
     "no value function": "--vf_coef 0",
-    "separate critic": "--separate_critic",
     "lam = 0.95": "--lam 0.95",
     "lam = 0": "--lam 0",
     "gamma = 0.95": "--gamma 0.95",
@@ -77,7 +75,6 @@ SETTINGS = {
     "beta = 0": "--kl_coef 0",
     "reference moves, every iteration": "--ref_update_every 1",
     "scores without a cap": "",
-    "scores not normalised": "",
     "a quarter of the pairs": "",
     HACKED: "--kl_coef 0",
 }
@@ -98,7 +95,6 @@ class Algorithm:
 
 LOW_RATES = 1.2e-4, 4e-4, 1.2e-3  # for DPO and IPO, whose pairs never change
 IN_REWARD, IN_LOSS = (0.1, 0.03, 0.06, 0.2, 0.4), (0.3, 0.1, 0.2, 0.5, 1)
-TRL = "-m torch.distributed.run --standalone --nproc_per_node 2 -m variations.outgrow --k 8"
 ALGORITHMS = {
     "PPO": Algorithm("train_ppo.py", "minibatches 4 8", IN_REWARD),
     "PPO, separate critic": Algorithm("train_ppo.py --separate_critic", "minibatches 4 8"),
@@ -112,7 +108,7 @@ ALGORITHMS = {
     "GRPO": Algorithm("-m variations.grpo --k 8", betas=IN_LOSS),
     "Dr. GRPO": Algorithm("-m variations.grpo --no_std --no_length --k 8", betas=IN_LOSS),
     "PPO of TRL": Algorithm("-m bench.trl_ppo"),
-    "GRPO of TRL": Algorithm(TRL, betas=IN_LOSS),
+    "GRPO of TRL": Algorithm("-m variations.outgrow --k 8", betas=IN_LOSS),
     "best of n, imitated": Algorithm("-m variations.best_of_n", "n 4 8"),
     "DPO": Algorithm("-m variations.dpo", betas=IN_LOSS, rates=LOW_RATES),
     "IPO": Algorithm("-m variations.dpo --ipo", betas=(0.1, 0.03, 0.06, 0.2, 0.3), rates=LOW_RATES),
@@ -134,8 +130,6 @@ class Job:
 
     out: Path
     words: list  # for Python
-    policy: str = "ppo.pt"  # in that folder
-    env: dict = field(default_factory=dict)
 
     def status(self):
         """0: done, 2: it failed (the learning rate was too large, say), None: not finished."""
@@ -152,7 +146,7 @@ class Job:
         self.out.mkdir(parents=True, exist_ok=True)
         words = [*map(str, self.words), "--out", str(self.out)]
         print(" ".join(["python", *words]), flush=True)
-        env = os.environ | {"OMP_NUM_THREADS": "1"} | self.env
+        env = os.environ | {"OMP_NUM_THREADS": "1"}
         with open(self.out / "log.txt", "a") as log:
             command = [sys.executable, "-u", *words]
             code = subprocess.call(command, cwd=ROOT, env=env, stdout=log, stderr=log)
@@ -183,9 +177,7 @@ class Job:
         return statistics.fmean(row["score"] - BETA * row["kl"] for row in rows)
 
     def seconds(self):
-        """Of training; in the rounds of variations/iterate.py, of PPO and of the reward models."""
-        logs = [*self.out.glob("*/ppo.jsonl"), *self.out.glob("*/rm.jsonl")]
-        return sum(read_lines(path)[-1]["seconds"] for path in logs) or self.log()[-1]["seconds"]
+        return self.log()[-1]["seconds"]
 
 
 def read_lines(path):
@@ -193,12 +185,9 @@ def read_lines(path):
 
 
 def run(jobs, workers):
-    """Those that are missing, `workers` at a time; those of several processes alone."""
-    apart = [job for job in jobs if "variations.outgrow" in job.words]
-    for job in apart:
-        job.run()
+    """Those that are missing, `workers` at a time."""
     with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(Job.run, [job for job in jobs if job not in apart]))
+        list(pool.map(Job.run, jobs))
     if missing := [str(job.out) for job in jobs if job.status() is None]:
         sys.exit(f"not finished, log.txt says why: {', '.join(missing)}; call again to go on")
 
@@ -209,7 +198,7 @@ def folder(name, seed):
 
 def models_of(name, seed):
     """The folder with the SFT and the reward model that a setting starts from."""
-    parts = {"quarter": "few pairs", "not normalised": "raw", "without a cap": "no cap"}
+    parts = {"quarter": "few pairs", "without a cap": "no cap"}
     kind = next((kind for part, kind in parts.items() if part in name), "models")
     return folder(kind, seed)
 
@@ -221,29 +210,22 @@ def make_models(seeds, workers):
 
 
 def make_other_models(seeds, workers):
-    """Reward models of a quarter of the pairs, with scores that are not normalised, and without a
-    cap."""
+    """Reward models of a quarter of the pairs, and without a cap."""
     jobs = []
     for seed in seeds:
-        models, raw, few, no_cap = (
-            folder(kind, seed) for kind in ("models", "raw", "few pairs", "no cap")
-        )
+        models, few, no_cap = (folder(kind, seed) for kind in ("models", "few pairs", "no cap"))
         data = few / "data"
         data.mkdir(parents=True, exist_ok=True)
         for path in (ROOT / "data" / "zoo").iterdir():
             lines = path.read_bytes().splitlines(True)
             share = 4 if path.stem == "pref_train" else 1
             (data / path.name).write_bytes(b"".join(lines[: len(lines) // share]))
-        for out in (raw, few, no_cap):
+        for out in (few, no_cap):
             out.mkdir(parents=True, exist_ok=True)
             shutil.copy(models / "sft.pt", out)
         model, tokenizer, facts = load_checkpoint(models / "rm.pt", ["rm"])
-        cap = model.cap.clone()
         model.cap.fill_(math.inf)
         save_checkpoint(no_cap / "rm.pt", "rm", model, tokenizer, **facts)
-        model.cap.copy_(cap * model.std + model.mean)
-        model.mean.zero_(), model.std.fill_(1.0)
-        save_checkpoint(raw / "rm.pt", "rm", model, tokenizer, **facts)
         jobs += [Job(few, ["train_rm.py", "--resume", "--seed", seed, "--data", data])]
     run(jobs, workers)
 
@@ -374,30 +356,6 @@ def paced(words):
     import_module(module.removesuffix(".py")).main()
 
 
-def hacking_jobs():
-    """{name: jobs} at beta = 0, on the first seed, after the ensemble of reward models."""
-    home, seed, rounds = folder("against hacking", 0), 0, 3
-    models = ["--models", folder("models", seed)]
-    flags = ["--seed", seed, "--kl_coef", 0, "--no_report", "--resume", "--steps", STEPS]
-    rewards = {
-        "one reward model": [],
-        "mean of three": ["--reward", "variations.ensemble:mean"],
-        "lowest of three": ["--reward", "variations.ensemble:minimum"],
-    }
-    jobs = {
-        name: Job(
-            home / name,
-            ["train_ppo.py", *models, *flags, *reward],
-            env={"ENSEMBLE": str(home / "ensemble")},
-        )
-        for name, reward in rewards.items()
-    }
-    ppo = f"--kl_coef 0 --steps {STEPS // rounds} --no_report"
-    words = ["-m", "variations.iterate", "--rounds", rounds, "--ppo", ppo, *models, "--seed", seed]
-    jobs["three rounds"] = Job(home / "rounds", words, f"{rounds}/ppo.pt")
-    return Job(home / "ensemble", ["-m", "variations.ensemble", *models]), jobs
-
-
 # --------------------------------------------------------------------------------------------------
 # What is measured
 
@@ -448,7 +406,7 @@ def measured(job, models, seed):
     path = job.out / "measured.json"
     if not path.exists():
         stick = yardstick(models, seed)
-        policy, _, _ = load_checkpoint(job.out / job.policy, ["ppo"])
+        policy, _, _ = load_checkpoint(job.out / "ppo.pt", ["ppo"])
         path.write_text(json.dumps(stick.figures(stick.ask(policy, SAMPLES)[0])))
     return json.loads(path.read_text()) | {"seconds": job.seconds()}
 
@@ -578,24 +536,18 @@ def most_hacked(x, texts, stick):
 
 def neighbours(workers):
     names = names_of_neighbours()
-    ensemble, hacking = hacking_jobs()
     if workers:
         make_models(FEW_SEEDS, workers)
         for jobs_of in (searches, other_betas):
             run([job for name in names for job in jobs_of(name).values()], workers)
         run([job for runs in neighbour_jobs().values() for job in runs], workers)
-        run([ensemble], workers)
-        run(list(hacking.values()), workers)
     flags = {name: best(tried(name)) for name in names}
-    models = folder("models", 0)
-    rows = {name: measured(job, models, 0) for name, job in hacking.items()}
     return {
         "neighbours": rows_of(neighbour_jobs(), flags, "PPO"),
         "over_beta": {name: over_beta(name) for name in names if other_betas(name)},
         "search": {
             name: {flags: job.objective() for flags, job in tried(name).items()} for name in names
         },
-        "hacking": [{"name": name, "beta": 0, **row} for name, row in rows.items()],
     }
 
 

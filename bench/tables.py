@@ -103,7 +103,7 @@ def tables(results):
         "settings": table_of_settings,
         "hacked": table_of_hacked,
         "cured": table_of_cured,
-        "neighbours": tables_of_neighbours,
+        "neighbours": table_of_neighbours,
         "quality": table_of_quality,
         "ladder": table_of_ladder,
         "judged": tables_of_real,
@@ -198,16 +198,11 @@ def table_of_cured(results):
     return {"cured": table(["", *head], rows)}
 
 
-def tables_of_neighbours(results):
+def table_of_neighbours(results):
     columns = {"optimality": 3, "gain": 3, "judge": 2, "score": 2, "kl": 2, "seconds": 0}
     rows = [[name, *cells(x, **columns)] for name, x in results["neighbours"].items()]
     head = ["", "optimality", "less PPO's", "judge", "score", "KL", "seconds"]
-    out = {"neighbours": table(head, rows)}
-    head = ["PPO with", "beta", "judge", "score by the first reward model", "KL"]
-    rows = [
-        [x["name"], f"{x['beta']:g}", *cells(x, judge=2, score=2, kl=2)] for x in results["hacking"]
-    ]
-    return out | {"ensembles": table(head, rows)}
+    return {"neighbours": table(head, rows)}
 
 
 def table_of_quality(results):
