@@ -182,7 +182,9 @@ class GPT(nn.Module):
         return hidden, value_hidden
 
     def forward(self, tokens):
-        """tokens (B, T) -> logits (B, T, V), values (B, T); both at t belong to token t + 1."""
+        """tokens (B, T) -> logits (B, T, V), values (B, T); both at t belong to token t + 1.
+
+        The loop reads hidden() instead, and computes logits and values where it needs them."""
         hidden, value_hidden = self.hidden(tokens)
         return self.lm_head(hidden), self.value_head(value_hidden).squeeze(-1)
 

@@ -101,7 +101,7 @@ def main(compute_advantages=compute_advantages, loss_of=ppo_loss, name="PPO"):
     kl_coef = state.values.get("kl_coef", config.kl_coef)
     if state.step == 0:
         check_start(policy, ref, score, prompts, config, stage, run.dtype)
-    # In bfloat16, sampling rounds differently: then log pi is computed again, as the update does it.
+    # In bfloat16, sampling rounds differently: then log pi is computed again, as in the update.
     rollout = rollout_in_pieces(stage.rollout_batch, recompute_logprobs=run.dtype != "float32")
     # With --micro_batch, the loss calls backward() on each piece and frees it.
     functions = rollout, compute_advantages, loss_in_pieces(loss_of, stage.micro_batch)

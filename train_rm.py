@@ -39,7 +39,7 @@ class AnswerConfig:
 
 
 def pair_scores(model, pairs, device):
-    """(prompt, chosen, rejected) as ids -> scores (B,) of the chosen and of the rejected answers."""
+    """(prompt, chosen, rejected) as ids -> scores (B,) of the chosen and the rejected answers."""
     rows = [prompt + answer for prompt, *answers in pairs for answer in answers]
     tokens, lengths = pad(rows, device)  # (2B, T), (2B,)
     return model(tokens, lengths).view(-1, 2).unbind(1)

@@ -16,4 +16,5 @@ recorder      a few responses token by token, recorded while it trains
 page          the run as a page for the browser (page.html is its template)
 watch         what train_ppo.py looks at: does the start make sense, does the KL?
 token_table   what sample.py --trace shows of each token
+reading       minippo.py with its numbers beside it
 """

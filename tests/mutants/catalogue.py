@@ -1,4 +1,4 @@
-"""Bugs that RLHF code really has, each as a change of one or two lines of the shipped source, and the test that catches it.
+"""Bugs that RLHF code has or may well get, each as a change of one or two lines of the shipped source, and the test that catches it.
 
 `where` says where the bug has been seen (issue and pull-request numbers are those of GitHub); "common" means in more small
 implementations than one would want to list; some wait in any code that works as this does. `effect` is what it does to training.
