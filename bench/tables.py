@@ -139,8 +139,8 @@ def tables_of_seeds(results):
     systems |= {f"best of {n}": x for n, x in results["best_of_n"].items()}
     for part, label in (
         ("ppo", "**PPO**"),
-        ("ppo_seen", "PPO, on the 450 prompts that it was trained on"),
-        ("ppo_unseen", "PPO, on the 50 unseen prompts"),
+        ("ppo_seen", "PPO, on prompts that it was trained on"),
+        ("ppo_unseen", "PPO, on unseen prompts"),
     ):
         systems[label] = figures(part, *digits)
     systems["the optimum at beta = 0.1"] = results["optimum"]["0.1"]
