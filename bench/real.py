@@ -151,7 +151,7 @@ def main():
         seconds += run(script, "--data", data, "--out", out, *flags.split())
     report = json.loads((out / "report.json").read_text())
     names = ("prompt", "sft", "ppo", "score", "kl")
-    samples = [{name: x[name] for name in names} for x in report["samples"][:3]]
+    samples = [{name: x[name] for name in names} for x in report["samples"][:1]]
     print(f"pairs right: {100 * report['rm']['val_accuracy']:.1f} %; seconds: {seconds:.0f}")
     keep({"reviews": samples} | compare(data, out, *texts))
 

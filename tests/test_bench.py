@@ -135,7 +135,7 @@ def test_the_search_keeps_what_is_best_in_the_last_quarter_and_has_not_failed(
     monkeypatch.setattr(results, "measured", lambda job, *_: {"kl": job.objective()})
     path = results.over_beta("RLOO")
     assert list(path) == [0.03, 0.06, 0.1, 0.2, 0.4] and path[0.1]["kl"] == pytest.approx(3.9)
-    assert not results.other_betas("PPO, one action")
+    assert not results.other_betas("PPO, KL penalty")
 
 
 def test_a_goal_is_reached_on_the_line_between_two_policies_that_were_kept():
