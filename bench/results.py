@@ -93,26 +93,24 @@ class Algorithm:
     rates: tuple = (4e-4, 8e-4, 1.6e-3)
 
 
-SMALL_BETAS, LARGE_BETAS = (0.1, 0.03, 0.06, 0.2, 0.4), (0.3, 0.1, 0.2, 0.5, 1)
+IN_REWARD, IN_LOSS = (0.1, 0.03, 0.06, 0.2, 0.4), (0.3, 0.05, 0.1, 0.2, 0.5)
 LOW_RATES = 2e-4, 4e-4, 8e-4  # where the KL is in the loss, high ones fail
-FROM_PAIRS = 1.2e-4, 4e-4, 1.2e-3  # for DPO and IPO, whose pairs never change
+OF_PAIRS, FROM_PAIRS = (0.3, 0.1, 0.2, 0.5, 1), (1.2e-4, 4e-4, 1.2e-3)  # for DPO and IPO
 ALGORITHMS = {
-    "PPO": Algorithm("train_ppo.py", "minibatches 4 8", SMALL_BETAS),
+    "PPO": Algorithm("train_ppo.py", "minibatches 4 8", IN_REWARD),
     "PPO, separate critic": Algorithm("train_ppo.py --separate_critic", "minibatches 4 8"),
     "PPO, KL penalty": Algorithm("-m variations.ppo_penalty", "target 0.003 0.03"),
     "PPO, ratio of GSPO": Algorithm("-m variations.sequence_ppo --mean", "clip_eps 0.01 0.2"),
     "REINFORCE, reward-to-go": Algorithm("-m variations.reinforce"),
     "REINFORCE, less the value": Algorithm("-m variations.reinforce --baseline"),
-    "RLOO": Algorithm("-m variations.rloo", "k 4 8", SMALL_BETAS),
-    "GRPO": Algorithm("-m variations.grpo --k 8", "", LARGE_BETAS, LOW_RATES),
-    "Dr. GRPO": Algorithm(
-        "-m variations.grpo --no_std --no_length --k 8", "", LARGE_BETAS, LOW_RATES
-    ),
+    "RLOO": Algorithm("-m variations.rloo", "k 4 8", IN_REWARD),
+    "GRPO": Algorithm("-m variations.grpo --k 8", "", IN_LOSS, LOW_RATES),
+    "Dr. GRPO": Algorithm("-m variations.grpo --no_std --no_length --k 8", "", IN_LOSS, LOW_RATES),
     "PPO of TRL": Algorithm("-m bench.trl_ppo"),
-    "GRPO of TRL": Algorithm("-m variations.outgrow --k 8", "", LARGE_BETAS, LOW_RATES),
+    "GRPO of TRL": Algorithm("-m variations.outgrow --k 8", "", IN_LOSS, LOW_RATES),
     "best of n, imitated": Algorithm("-m variations.best_of_n", "n 4 8"),
-    "DPO": Algorithm("-m variations.dpo", "", LARGE_BETAS, FROM_PAIRS),
-    "IPO": Algorithm("-m variations.dpo --ipo", "", SMALL_BETAS, FROM_PAIRS),
+    "DPO": Algorithm("-m variations.dpo", "", OF_PAIRS, FROM_PAIRS),
+    "IPO": Algorithm("-m variations.dpo --ipo", "", IN_REWARD, FROM_PAIRS),
 }
 STEPS = 200
 
