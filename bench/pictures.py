@@ -101,20 +101,16 @@ def draw_neighbours(results, widest=6.5):
     styles = {}
     for name, marker in zip(rows, MARKERS):
         colour = next((kinds[part] for part in kinds if part in name), BLUE)
-        styles[name] = {"fmt": marker, "color": colour, "markersize": 5, "linewidth": 0.8}
+        styles[name] = {"marker": marker, "color": colour, "markersize": 5, "linewidth": 0.8}
     for axis, key in zip(axes, ("score", "judge")):
-        plot_limits(axis, results, key, linewidth=1, markersize=3)
-        for name, path in results.get("over_beta", {}).items():
-            style = {"color": styles[name]["color"], "linewidth": 0.8, "alpha": 0.6}
-            axis.plot([x["kl"] for x in path.values()], [x[key] for x in path.values()], **style)
-        for name, row in rows.items():
-            (x, x_error), (y, y_error) = row["kl"], row[key]
-            if x < widest:
-                axis.errorbar(x, y, y_error, x_error, **styles[name])
-        axis.set(xlabel=KL, title=key, xlim=(0, widest))
+        plot_limits(axis, results["limits"], key, linewidth=1, markersize=3)
+        for name, path in results["over_beta"].items():
+            x, y = ([point[kind] for point in path.values()] for kind in ("kl", key))
+            axis.plot(x, y, **styles[name])
+        axis.set(xlabel=KL, title=f"{key}, seed 0", xlim=(0, widest))
     for place, (name, row) in enumerate(rows.items()):
         gain, error = row.get("gain", [0.0, 0.0])  # PPO has none
-        style = styles[name] if gain > FAR else styles[name] | {"fmt": "<"}
+        style = styles[name] if gain > FAR else styles[name] | {"marker": "<"}
         forest.errorbar(max(gain, FAR), place, xerr=error if gain > FAR else None, **style)
     forest.axvline(0, color=GREY, linewidth=0.5)
     edges = FAR - 0.02, 0.05

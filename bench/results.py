@@ -484,11 +484,18 @@ def seeds(workers):
     for name in pictures.CURVES:
         points = [[row[name] for row in rows] for rows in zip(*logs)]
         curves[name] = [[statistics.fmean(x), statistics.stdev(x)] for x in points]
-    sticks = [yardstick(folder("models", seed), seed) for seed in SEEDS]
-    best = {n: over_seeds([stick.best_of(n) for stick in sticks]) for n in (4, 16, 64)}
+    limits = limits_of([yardstick(folder("models", seed), seed) for seed in SEEDS])
     return {
         "reports": {seed: read_report(job.out) for seed, job in zip(SEEDS, jobs)},
         "curves": curves,
+        **limits,
+    }
+
+
+def limits_of(sticks):
+    """The best policy at each beta, and best of n."""
+    best = {n: over_seeds([stick.best_of(n) for stick in sticks]) for n in (4, 16, 64)}
+    return {
         "best_of_n": {n: x | {"kl": best_of_n_kl(n)} for n, x in best.items()},
         "optimum": {
             beta: over_seeds([optimum(stick.reference, beta) for stick in sticks]) for beta in BETAS
@@ -543,7 +550,8 @@ def neighbours(workers):
     flags = {name: best(tried(name)) for name in names}
     return {
         "neighbours": rows_of(neighbour_jobs(), flags, "PPO"),
-        "over_beta": {name: over_beta(name) for name in names if other_betas(name)},
+        "over_beta": {name: over_beta(name) for name in names},
+        "limits": limits_of([yardstick(folder("models", 0), 0)]),
         "search": {
             name: {flags: job.objective() for flags, job in tried(name).items()} for name in names
         },
@@ -551,11 +559,12 @@ def neighbours(workers):
 
 
 def over_beta(name):
-    """{beta: figures on the first seed}, with the setting that the search found at the first."""
+    """{beta: figures on the first seed}, with the setting that the search found at the first
+    beta."""
     found = best(searches(name))
     jobs = {found: searches(name)[found]} | other_betas(name)
     path = {
-        float(flags.split("--kl_coef ")[1]): measured(job, folder("models", 0), 0)
+        float(flags.partition("--kl_coef ")[2] or BETA): measured(job, folder("models", 0), 0)
         for flags, job in jobs.items()
         if job.status() == 0
     }

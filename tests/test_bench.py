@@ -138,6 +138,20 @@ def test_the_search_keeps_what_is_best_in_the_last_quarter_and_has_not_failed(
     assert not results.other_betas("PPO, KL penalty")
 
 
+def test_the_limits_of_any_policy_are_means_over_seeds():
+    class Stick:
+        def __init__(self, score):
+            self.reference = {"score": torch.tensor([[0.0, score]])}
+            self.best_of = lambda n: {"score": n * score}
+
+    found = results.limits_of([Stick(1.0), Stick(2.0)])
+    assert found["best_of_n"][4]["score"] == [6.0, 2.0]
+    assert found["best_of_n"][4]["kl"] == pytest.approx(math.log(4) - 3 / 4)
+    assert found["optimum"].keys() == {*results.BETAS}
+    best = [s / (1 + math.exp(-s)) for s in (1.0, 2.0)]  # at beta = 1, of two samples
+    assert found["optimum"][1.0]["score"] == pytest.approx([sum(best) / 2, (best[1] - best[0]) / 2])
+
+
 def test_a_goal_is_reached_on_the_line_between_two_policies_that_were_kept():
     curve = [[10.0, 0.5], [20.0, 0.9], [30.0, 0.8]]
     assert results.seconds_to(0.25, curve) == 5 and results.seconds_to(0.6, curve) == 12.5
