@@ -16,8 +16,7 @@ from plumbing.checkpoints import read_contents, write_contents
 from plumbing.errors import UserError
 from plumbing.files import read_log, write_file
 
-# Settings that --resume may change: what is computed stays the same, but for the draws of a random
-# number or the rounding.
+# Settings that --resume may change: they alter nothing but rounding and random draws.
 FREE_SETTINGS = ("models", "no_report", "report_prompts", "micro_batch", "rollout_batch")
 SAVE_SECONDS = 30  # between two saves of the state, if it is saved quickly
 SHOW_SECONDS = 4  # between two lines on the screen
