@@ -6,7 +6,9 @@ train_sft.py) imitates demonstrations. A reward model (train_rm.py) learns which
 people prefer. PPO (train_ppo.py) raises the reward model's score, but stays close to the SFT model.
 For prompts x, responses y sampled from the policy pi, and their scores, it maximises
 
-    J(pi) = E[ score(x, y) ] - beta * KL(pi || ref)        (InstructGPT, arXiv:2203.02155, eq. 2)
+    J(pi) = E[ score(x, y) ] - beta * KL(pi || ref)
+
+(InstructGPT, arXiv:2203.02155, eq. 2; its last term, the loss of pretraining, is left out here.)
 
 The *policy* pi is the language model, seen as a rule for choosing the next token. The *reference*
 ref is a frozen copy of the policy before PPO: the SFT model. KL(pi || ref), the Kullback-Leibler
@@ -43,18 +45,15 @@ that choice stands at index t. With the prompt "Bees eat", a score of 1.40 and b
     value        .      0.80   1.00   1.20   .              prediction: sum of the rewards to come
 
 Phase 3 (section 5): how much better than expected did each action turn out? The value after the
-last action counts as 0. (A setting, lam, is 1 here.)
+last action counts as 0. (Two settings, gamma and lam, are 1 here. Numbers are rounded last.)
 
     delta        .      0.15   0.22   0.18   .              reward + next value - value
     advantage    .      0.55   0.40   0.18   .              sum of this delta and all later ones
     return       .      1.35   1.40   1.38   .              rewards from here on; advantage + value
     whitened     .      1.14   0.15  -1.29   .              mean 0, variance 1 (a batch of one row)
 
-Phase 4, after a gradient step, with clip_eps and value_clip 0.2. A is the whitened advantage. (That
-of <eos> is below 0: better than expected, but by less than the others.) Where the clipped product
-is the smaller one, the token has no gradient, because a clipped ratio is a constant. The value at
-index 1 was 0.80 and is now 1.05; its clipped copy stops at 1.00. The larger of the two errors
-counts, (1.35 - 1.00)^2 = 0.12 and not 0.30^2 = 0.09, and has no gradient either.
+Phase 4, after a gradient step, with clip_eps 0.2. A is the whitened advantage. (That of <eos> is
+below 0: better than expected, but by less than the others.)
 
     log pi now   .     -0.25  -1.10  -0.40   .              of the same actions, after the step
     ratio        .      1.28   1.11   0.74   .              pi now / old: exp of the difference
@@ -62,6 +61,11 @@ counts, (1.35 - 1.00)^2 = 0.12 and not 0.30^2 = 0.09, and has no gradient either
     ratio * A    .      1.46   0.17  -0.96   .
     clipped * A  .      1.37   0.17  -1.04   .              loss: minus the mean of the smaller ones
     gradient     .      no     yes    no     .
+
+Where the clipped product is the smaller one, the token has no gradient, because a clipped ratio is
+a constant. The values are clipped too (value_clip 0.2). That at index 1 was 0.80 and is now 1.05;
+its clipped copy stops at 1.00. In the loss of the values the larger of the two squared errors
+counts, (1.35 - 1.00)^2 = 0.12 and not 0.30^2 = 0.09. It has no gradient either.
 """
 
 import copy
@@ -77,12 +81,12 @@ import torch.nn.functional as F
 #
 # A GPT-2 (Radford et al., 2019). The policy adds a value head to it: one number per position. The
 # reward model has a score head in place of the vocabulary head: one number per row. The scripts
-# train these very networks. In the settings below, brackets hold the range that their flags allow.
+# train these very networks. In the settings below, brackets hold the range that the scripts allow.
 
 
 @dataclass
 class GPTConfig:
-    vocab_size: int = 1024  # tokens in the vocabulary, with the end token, the last [257, 1e6]
+    vocab_size: int = 1024  # tokens in the vocabulary; the last one ends a text [257, 1e6]
     context: int = 128  # longest prompt and response together, in tokens [8, inf]
     layers: int = 4  # transformer blocks [1, inf]
     heads: int = 4  # attention heads [1, inf]
@@ -184,7 +188,8 @@ class GPT(nn.Module):
     def forward(self, tokens):
         """tokens (B, T) -> logits (B, T, V), values (B, T); both at t belong to token t + 1.
 
-        The loop reads hidden() instead, and computes logits and values where it needs them."""
+        The loop does not call this. It reads trunk or hidden(), and computes logits and values
+        where it needs them."""
         hidden, value_hidden = self.hidden(tokens)
         return self.lm_head(hidden), self.value_head(value_hidden).squeeze(-1)
 
@@ -194,8 +199,8 @@ class RewardModel(nn.Module):
 
     Made from a GPT, it starts with a copy of that trunk. After its training train_rm.py sets `mean`
     and `std`, so that the SFT model's own answers have scores of mean 0 and standard deviation 1:
-    then beta means the same whatever the reward model. And it sets `cap`, which one answer in a
-    hundred exceeds. Scores above it are cut off: so high, the model may well be wrong, and a policy
+    then beta means the same whatever the reward model. And it sets `cap`, exceeded by one answer in
+    a hundred. Scores above it are cut off: so high, the model may well be wrong, and a policy
     should gain nothing there (Fu et al., arXiv:2502.18770).
     """
 
@@ -337,11 +342,12 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
 # 4. The reward model's loss
 #
 # Bradley and Terry (1952): people prefer answer a to b with probability sigmoid(score(a) -
-# score(b)). Only differences count, so the zero of the scores is free. Why pairs? People agree on
-# which of two answers is better more than on grades. Why a model? Nobody would grade all responses
-# that PPO samples, 57,600 in train_ppo.py. They differ from the answers in the pairs (*distribution
-# shift*), and there the scores may be wrong. A policy that learns to get high scores where they are
-# wrong does *reward hacking*. That is why the KL has a price, and the scores have a cap.
+# score(b)). Only differences count: adding a number to all scores changes nothing. Why pairs?
+# People agree on which of two answers is better more than on grades. Why a model? Nobody would
+# grade all responses that PPO samples, 57,600 in train_ppo.py. They differ from the answers in the
+# pairs (*distribution shift*), and there the scores may be wrong. A policy that learns to get high
+# scores where they are wrong does *reward hacking*. That is why the KL has a price, and the scores
+# have a cap.
 
 
 def reward_model_loss(chosen_scores, rejected_scores):
@@ -381,8 +387,8 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #    average it changes nothing: sum_a pi(a) grad log pi(a) = grad sum_a pi(a) = grad 1 = 0. But the
 #    gradient is less noisy if it is the *value* V, the return to be expected in this state. What is
 #    left is the *advantage* A: how much better than expected did this action turn out? (It
-#    estimates Q - V, with Q, the return to be expected after the action.) The network that predicts
-#    values is called the *critic*, and the policy the *actor*.
+#    estimates Q - V, where Q is the return to be expected after the action.) The network that
+#    predicts values is called the *critic*, and the policy the *actor*.
 # 3. Several gradient steps on one batch, or on its parts, because for large models sampling is
 #    slow. The first step is *on-policy*: the policy that is trained has sampled the batch. After
 #    it, the sampler is called the *old* policy, and the next steps are *off-policy*. The *ratio*
@@ -406,11 +412,11 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #     k3 = q - 1 - log q    on average the KL, and never below 0          metric
 #
 # (Schulman, "Approximating KL divergence".) k3: E_pi[q] = sum ref = 1, so q - 1 adds 0 on average;
-# and x - 1 >= log x. k2: its gradient is grad log pi (log pi - log ref), whose mean over pi's
-# choices is sum_a grad pi (log pi - log ref), because pi grad log pi = grad pi. That is the
-# gradient of the KL of one choice: the rest of the product rule, sum_a pi grad log pi, is 0 as
-# above. k1: used as a loss, it teaches nothing, because E[grad log pi] = 0. So it goes into the
-# reward, as a plain number that multiplies grad log pi.
+# it is never below 0, because x - 1 >= log x. k2: its gradient is grad log pi (log pi - log ref),
+# whose mean over pi's choices is sum_a grad pi (log pi - log ref), because pi grad log pi = grad
+# pi. That is the gradient of the KL of one choice: the rest of the product rule, sum_a pi grad log
+# pi, is 0 as above. k1: used as a loss, it teaches nothing, because E[grad log pi] = 0. So it goes
+# into the reward, as a plain number that multiplies grad log pi.
 
 
 def kl_per_response(logprobs, ref_logprobs, mask):
@@ -465,10 +471,10 @@ def gae(rewards, values, mask, gamma, lam):
 def whiten(x, mask):
     """Shift and scale x, (B, T-1), to mean 0 and standard deviation 1 over the mask; 0 elsewhere.
 
-    The scale: so the policy's step does not depend on the scale of the scores. (A spread below 1e-4
-    is rounding, and is not enlarged.) The shift is one more baseline: each action competes with the
-    average of the whole batch; below that, it becomes less probable even if A was positive. Returns
-    are never whitened: the values must learn their true size.
+    Because of the scaling, the policy's step does not depend on the scale of the scores. (A spread
+    below 1e-4 is rounding, and is not enlarged.) The shift is one more baseline: each action
+    competes with the average of the whole batch; an action below the average becomes less probable
+    even if its A was positive. Returns are never whitened: the values must learn their true size.
     """
     check_mask(mask, x)
     whitened = (x - x[mask].mean()) / x[mask].std(correction=0).clamp(min=1e-4)
@@ -488,8 +494,8 @@ def whiten(x, mask):
 #     A > 0    yes: pulled back up             yes            no: has risen enough
 #     A < 0    no: has fallen enough           yes            yes: pulled back down
 #
-# The sum over the tokens of a response has become a mean over all tokens of the batch. That changes
-# the length of the gradient, and not its direction.
+# The sum over the tokens of a response has become a mean over all tokens of a gradient step. That
+# changes the length of its gradient, and not the direction.
 
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
@@ -516,9 +522,9 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
 def value_loss(values, old_values, returns, mask, clip):
     """Half the mean squared error of the values: (B, T-1) each -> scalar, stats.
 
-    Published code clips the values too, so that they do not follow one noisy batch too far: one
-    whose clipped copy is further from its return has no gradient (the header has an example). On
-    the default task this makes no difference.
+    Published code clips the values too, so that they do not follow one noisy batch too far: a
+    value whose clipped copy is further from its return has no gradient (the header has an example).
+    On the default task this makes no difference.
     """
     check_mask(mask, values, old_values, returns)
     values, old_values, returns = values[mask], old_values.detach()[mask], returns.detach()[mask]
@@ -736,6 +742,7 @@ def trace(batch, row, spell):
     }
     lines = ["".join(f"{title:>10}" for title in ["action", *columns.values()])]
     for t in x["mask"].nonzero().flatten().tolist():
+        # + 0.0 turns -0.0 into 0.0
         numbers = "".join(f"{round(x[name][t].item(), 2) + 0.0:10.2f}" for name in columns)
         lines.append(f"{spell(x['tokens'][t + 1].item()):>10}{numbers}")
     return lines
