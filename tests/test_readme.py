@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import minippo
-from bench.memory import needed
+from bench import ladder
+from bench.memory import SHAPES, computed, needed
 from bench.tables import ROOT, TEXTS, load, splice, tables
 from cli import run
 from minippo import (
@@ -87,6 +88,29 @@ def test_a_gradient_step_keeps_what_the_formula_of_the_memory_table_says(rows, p
     assert sum(kept.values()) - logits == pytest.approx(expected, rel=0.15)
 
 
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_table_of_memory_is_what_the_formula_gives(name):
+    layers, heads, channels = SHAPES[name]
+    known, row = load()["memory"][name], computed(0, layers, channels)
+    base = known["total"] - row["total"]  # of an empty process
+    assert 1e8 < base < 5e8
+    for figure, x in row.items():
+        x += base if "total" in figure else 0
+        assert known[figure] == pytest.approx(x, rel=1e-4), figure
+    with torch.device("meta"):
+        model = GPT(GPTConfig(50257, 1024, layers, heads, channels))
+    assert row["parameters"] == sum(x.numel() for x in model.parameters())
+    assert row["four_models"] == 24 * row["parameters"]
+
+
+def test_the_ladder_of_variance_is_the_one_of_the_table():
+    rungs = ladder.ladder(*ladder.task(vocab_size=4, horizon=4, seed=0), kl_coef=0.5)
+    assert rungs.keys() == load()["ladder"].keys()
+    for name, rung in load()["ladder"].items():
+        assert rungs[name]["variance"] == pytest.approx(rung["variance"], rel=1e-4)
+        assert rungs[name]["bias"] < 1e-9
+
+
 EXERCISES = (ROOT / "tests" / "EXERCISES.md").read_text(encoding="utf-8")
 
 
@@ -138,4 +162,8 @@ def test_the_defaults_are_those_of_the_runs_that_the_texts_report():
     sampled = f"{stage.steps * stage.batch_size:,} in train_ppo.py"
     assert sampled == "57,600 in train_ppo.py" and sampled in Path(minippo.__file__).read_text()
     said = " ".join(run("train_rm.py", "-h")[1].split())
-    assert "--max_steps int" in said and "(1950)" in said and "(0.99)" in said
+    assert "--max_steps int" in said and all(x in said for x in ("(1950)", "(0.99)", "(2048)"))
+    assert "(0.003)" in " ".join(run("train_sft.py", "-h")[1].split())
+    assert stage == StageConfig(
+        450, 128, 1, lr=8e-4, warmup=5, head_lr=30.0, adam_eps=1e-4, kl_target=6.0
+    )

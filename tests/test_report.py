@@ -210,15 +210,19 @@ def made(
     reward_model=True,
     name="PPO",
     models=None,
+    answers=None,
     **stage_flags,
 ):
     """-> make_report() on tiny models, or on these (SFT model, policy, score), and what respond()
-    was asked for."""
+    was asked for. A list `answers` gets the prompts, figures and texts of each call."""
     asked, respond = [], report.respond
 
     def watched(model, ref, score, prompts, n, *rest):
         asked.append((model is ref, len(prompts), n, rest[-1]))
-        return respond(model, ref, score, prompts, n, *rest)
+        figures, texts = respond(model, ref, score, prompts, n, *rest)
+        if answers is not None:
+            answers.append((prompts, figures, texts))
+        return figures, texts
 
     torch.manual_seed(0)
     sft, scorer = tiny_gpt(), tiny_reward_model() if reward_model else None
@@ -234,7 +238,8 @@ def made(
     models = Models(policy, sft, scorer, score, TOKENIZER, facts)
     rows = [[i % 8, i // 8] for i in range(prompts)]
     config = PPOConfig(max_new_tokens=4, kl_coef=beta, missing_eos_penalty=0.25)
-    stage = train_ppo.StageConfig(report_prompts=prompts, batch_size=7, **stage_flags)
+    flags = {"report_prompts": prompts, "batch_size": 7} | stage_flags
+    stage = train_ppo.StageConfig(**flags)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(report, "respond", watched)
         patch.setattr(report, "OPTIMUM_SAMPLES", 64)
@@ -269,6 +274,47 @@ def test_the_report_holds_every_figure_with_its_error_and_is_written(tmp_path):
     assert "val_loss" not in got["ppo"]  # there are no demonstrations
     (tmp_path / "sft_val.jsonl").write_text("damaged")
     assert "val_loss" not in made(tmp_path, 24, 16)[0]["ppo"]
+
+
+def test_each_figure_is_that_of_its_answers_weighted_where_the_prompts_are_few(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(report, "add_truth", lambda *_: None)
+
+    def judge(prompt, response):
+        return ord(prompt[0]) + 10.0 * len(response)
+
+    answers, weights = [], f64([1, 1, 15, 15])  # of 32 prompts two are unseen, half of the few
+    got, _ = made(tmp_path, 32, 30, judge, answers=answers)
+    for prompts, figures, texts in answers:
+        first = torch.tensor([[ord(TOKENIZER.decode(ids)[0])] for ids in prompts])
+        lengths = torch.tensor(list(map(len, texts))).view(len(prompts), -1)
+        assert_equal(figures["judge"].double(), (first + 10 * lengths).double())
+    sft, few = answers[1][1], answers[3][1]
+    J = few["score"] - 0.5 * few["kl"], sft["score"], optimal_objective(sft["score"], 0.5)[:, None]
+    for kind, rows, weigh in (
+        ("ppo", slice(4), [weights]),
+        ("ppo_unseen", slice(2), []),
+        ("ppo_seen", slice(2, 4), []),
+    ):
+        expected = report.optimality(*(x[rows] for x in J), *weigh)
+        assert {name: got[kind][name] for name in expected} == expected
+    best = {name: best_of_n(sft["score"], sft[name], 4) for name in ("judge", "score")}
+    assert got["best_of_n"]["4"] == report.means(best, weights) | {"kl": best_of_n_kl(4)}
+    assert got["optimum"] == optima(sft, 0.5, weights)
+    for kind, texts, n in (("sft", answers[1][2], 64), ("ppo", answers[3][2], 16)):
+        expected = estimate("distinct", report.distinct(texts, n), weights)
+        assert {name: got[kind][name] for name in expected} == expected
+
+
+def test_fewer_prompts_are_drawn_at_random_where_there_is_no_judge(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "add_truth", lambda *_: None)
+    monkeypatch.setattr(report, "PROMPTS", (9, 5))
+    for judge, count in ((None, 5), (lambda *_: 0.0, 9)):
+        answers = []
+        made(tmp_path, 24, 16, judge, answers=answers, report_prompts=0)
+        assert len(answers[0][0]) == count
+        assert answers[0][0] != [[i % 8, i // 8] for i in range(count)]
 
 
 def test_the_policy_is_tried_on_the_demonstrations_too(tmp_path):
@@ -306,10 +352,12 @@ def test_the_report_names_answers_that_hack_the_reward_model(tmp_path):
     def score(tokens, mask):
         return 10.0 * (tokens == 7).any(1) + 0.1 * mask.sum(1)
 
-    got, _ = made(tmp_path, 24, 16, models=(never, often, score))
+    answers = []
+    got, _ = made(tmp_path, 24, 16, models=(never, often, score), answers=answers)
     found, examples = got["suspects"], got["suspects"]["examples"]
     assert 0 < found["count"] < found["responses"] == 3 * 16 and found["reference_samples"] == 64
-    assert len({x["prompt"] for x in examples}) == len(examples) == 3
+    assert len(examples) == 3
+    assert {x["prompt"] for x in examples} == {TOKENIZER.decode(ids) for ids in answers[3][0]}
     assert all(chr(65 + 7) in x["response"] and min(x["score"], x["kl"]) > 10 for x in examples)
     assert "reward hacking?" in got["notes"][0] and examples[0]["response"] in got["notes"][1]
     honest, _ = made(tmp_path, 24, 16, models=(never, often, lambda tokens, mask: mask.sum(1)))
@@ -464,6 +512,8 @@ def test_sft_and_reward_model_are_held_against_the_truth_row_by_row(tmp_path):
         path = tmp_path / f"{name}_val.jsonl"
         path.write_text(path.read_text().replace('"prompt": "', '"prompt": "' + "A" * 16, 1))
     assert report.below_ceiling(model, TOKENIZER, run, None) == {}
+    assert report.above_entropy(sft, TOKENIZER, run, None) == {}
+    write_lines(tmp_path / "sft_val.jsonl", [{"prompt": "A", "completion": "B" * 30}])  # cut
     assert report.above_entropy(sft, TOKENIZER, run, None) == {}
 
 

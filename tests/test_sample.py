@@ -3,11 +3,14 @@
 import subprocess
 
 import pytest
+import torch
 
 from cli import ONE_THREAD, ROOT, command, run
 from minippo import GPT, GPTConfig
+from plumbing import fast
 from plumbing.checkpoints import save_checkpoint
 from plumbing.tokenizer import Tokenizer
+from sample import draw_top_k
 from tiny import stir
 
 
@@ -23,6 +26,35 @@ def test_the_sampler_takes_all_of_the_standard_input_for_one_prompt_if_told_to(p
         status, printed, error = run("sample.py", policy, "--whole", stdin=prompt + "\n")
         assert (status, error) == (0, "") and printed == run("sample.py", policy, prompt)[1]
     assert run("sample.py", policy) == (0, "", "")
+
+
+def test_the_likeliest_tokens_alone_are_drawn_if_asked_for():
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]] * 500)
+    for k, tokens in ((1, {1}), (2, {1, 3}), (99, {0, 1, 2, 3})):
+        assert {*draw_top_k(logits, k).tolist()} == tokens
+
+
+def test_the_flags_of_the_sampler_reach_it(policy, monkeypatch):
+    asked, generate = [], fast.generate
+
+    def watched(policy, *rest):
+        asked[:] = *rest, torch.initial_seed(), fast.OPTIONS["installed"], policy.training
+        return generate(policy, *rest)
+
+    monkeypatch.setattr(fast, "generate", watched)
+    flags = "--n 2 --temperature 0.5 --max_new_tokens 5 --seed 7".split()
+    assert run("sample.py", policy, "a", *flags)[1].count("\n") == 3
+    assert asked == [[[97]] * 2, 5, 0.5, None, 7, True, False]
+    assert run("sample.py", policy, "a", "--top_k", 3)[0] == 0
+    assert asked[3].keywords == {"top_k": 3}
+
+
+def test_odd_bytes_and_control_characters_do_no_harm(policy):
+    printed = run("sample.py", policy, "a\x1bb")[1]
+    assert printed.startswith("a\\x1bb\n") and "\x1b" not in printed
+    words, given = command("sample.py", policy), {"cwd": ROOT, "env": ONE_THREAD}
+    done = subprocess.run(words, input=b"\xff\nb\n", capture_output=True, timeout=120, **given)
+    assert (done.returncode, done.stderr) == (0, b"") and done.stdout.count(b"\n") == 4
 
 
 def test_a_prompt_that_is_empty_or_too_long_is_named_and_the_others_are_answered(policy):

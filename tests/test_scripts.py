@@ -3,6 +3,7 @@
 Run: python -m pytest tests/test_scripts.py
 """
 
+import contextlib
 import json
 import math
 import random
@@ -554,7 +555,11 @@ def numbers(rows):
     "flags, tolerance",
     [("--micro_batch 3", 2e-3), ("--grad_checkpoint", 1e-4), ("--dtype bfloat16", 0.1)],
 )
-def test_options_that_save_memory_change_rounding_alone(tmp_path, flags, tolerance):
+def test_options_that_save_memory_change_rounding_alone(tmp_path, monkeypatch, flags, tolerance):
+    make, made = training.rollout_in_pieces, []
+    monkeypatch.setattr(
+        training, "rollout_in_pieces", lambda *x, **y: made.append(y) or make(*x, **y)
+    )
     write_data(tmp_path / "data")
     for kind in FLAGS:
         dropout = ["--dropout", 0] * (kind == "sft")
@@ -568,6 +573,7 @@ def test_options_that_save_memory_change_rounding_alone(tmp_path, flags, toleran
         for a, b in zip(one, other, strict=True):
             assert a == pytest.approx(b, rel=tolerance, abs=tolerance)
             assert (a["loss"], a["grad_norm"]) != (b["loss"], b["grad_norm"]) or not rounding
+    assert made[1:] == [{"recompute_logprobs": flags == "--dtype bfloat16"}]
     assert fast.OPTIONS["recompute"] == (flags == "--grad_checkpoint")
     assert fast.OPTIONS["dtype"] == (torch.bfloat16 if "bfloat16" in flags else None)
 
@@ -620,6 +626,8 @@ def test_a_second_round_starts_from_a_policy_and_may_have_another_reference(begu
     assert ppo(begun, tmp_path / "again", *policy, "--separate_critic")[0] == 0
     model = load_checkpoint(tmp_path / "again" / "ppo.pt", ["ppo"])[0]
     assert model.critic is not None
+    third = "--policy", tmp_path / "again" / "ppo.pt", "--separate_critic"
+    assert ppo(begun, tmp_path / "third", *third)[0] == 0
     # A reference that has been made again is not the one that the run was measured against.
     assert ppo(begun, tmp_path, "--lr", 0.07, "--overwrite")[0] == 0
     again = ppo(begun, tmp_path / "from sft to last", "--reference", last, "--lr", 0, "--resume")
@@ -715,12 +723,14 @@ def test_each_script_says_what_it_does_and_what_came_of_it(fitted, begun, tmp_pa
     assert said["ppo"].count(report["notes"][0]) == 2  # before the training, and in the report
     model, _, facts = load_checkpoint(tmp_path / "rm.pt", ["rm"])
     assert facts["max_new_tokens"] == 8 and model.mean != 0 and model.std != 1
+    for kind in ("sft", "rm"):
+        assert any("val_loss" in line and "tokens/s" in line for line in lines[kind])
     assert "training on cpu: 20 prompts" in lines["ppo"]
     assert re.fullmatch("seconds: sft 0, rm 0, ppo [0-9]+, report [0-9]+", lines["ppo"][-2])
     assert lines["ppo"][-1] == f"open {tmp_path / 'report.html'} in a browser to see the run"
     names = {path.name for path in tmp_path.iterdir() if path.name != ".lock"}
     made = {f"{kind}{end}" for kind in said for end in (".pt", ".jsonl", "_state.pt")}
-    assert names - {"ppo_traces.jsonl"} == made | {"report.json", "report.html"}
+    assert names == made | {"ppo_traces.jsonl", "report.json", "report.html"}
     common = {"step", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"}
     for kind, more in {
         "sft": {"val_loss"},
@@ -744,10 +754,21 @@ def random_rows(count, parts, longest=10):
     return [tuple(ids() for _ in range(parts)) for _ in range(count)]
 
 
+@contextlib.contextmanager
+def no_gradients(head):
+    """A validation that kept what gradients need would run out of memory."""
+    calls = []
+    handle = head.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    yield
+    handle.remove()
+    assert calls and not any(calls)
+
+
 @pytest.mark.parametrize("size", [0, 3])
 def test_the_validation_of_sft_is_over_all_tokens_with_its_error(size):
     model, rows = tiny_gpt(dropout=0.5).train(), random_rows(12, 2)
-    facts = train_sft.validate(model, rows, "cpu", size)
+    with no_gradients(model.lm_head):
+        facts = train_sft.validate(model, rows, "cpu", size)
     assert model.training  # as the loop needs it
     model.eval()
     with torch.no_grad():
@@ -766,7 +787,8 @@ def test_the_validation_of_sft_is_over_all_tokens_with_its_error(size):
 @pytest.mark.parametrize("size", [0, 7])
 def test_the_validation_of_the_reward_model_is_over_all_pairs(size):
     model, rows = tiny_reward_model(dropout=0.5).train(), random_rows(40, 3)
-    facts = train_rm.validate(model, rows, "cpu", size)
+    with no_gradients(model.score_head):
+        facts = train_rm.validate(model, rows, "cpu", size)
     assert model.training
     model.eval()
     with torch.no_grad():
@@ -819,6 +841,14 @@ def test_the_model_of_the_lowest_validation_loss_is_saved(
         seen.append({name: x.clone() for name, x in model.state_dict().items()})
         return validate(model, rows, *rest) | {"val_loss": float(next(losses))}
 
+    if kind == "rm":
+        normalise = script.normalise
+
+        def without_dropout(model, *rest):
+            assert not model.training
+            return normalise(model, *rest)
+
+        monkeypatch.setattr(script, "normalise", without_dropout)
     monkeypatch.setattr(script, "validate", watched)
     folder = new_folder(begun, tmp_path / "out", kind)
     flags = [*SHAPE] if kind == "sft" else ["--answers", "16"]

@@ -18,6 +18,7 @@ from plumbing.errors import UserError
 from plumbing.settings import RunConfig
 from plumbing.state import Schedule, State, clock, fingerprint, settings_of
 from plumbing.training import FitConfig
+from train_ppo import StageConfig
 
 # Schedule
 
@@ -248,6 +249,9 @@ def test_settings_are_what_changes_the_gradients():
         "strength": 2,
     } | {name: x for name, x in vars(FitConfig(lr=0.5)).items() if name != "micro_batch"}
     assert settings_of(run, PPOConfig(lam=0.5), data=[])["lam"] == 0.5
+    free = {"models", "no_report", "report_prompts", "micro_batch", "rollout_batch"}
+    stage = vars(StageConfig()).keys()
+    assert stage - settings_of(run, StageConfig(), data=[]).keys() == free
 
 
 def test_a_fingerprint_tells_all_data_apart_and_knows_odd_text():
@@ -320,8 +324,8 @@ def test_a_log_that_is_lost_or_damaged_stops_no_run_and_is_said(tmp_path, capsys
 
 
 def test_half_written_files_of_a_killed_run_go(tmp_path):
-    (tmp_path / ".sft.pt.123.tmp").touch()
-    (tmp_path / ".mine.tmp").touch()
+    for name in (".sft.pt.123.tmp", ".sft_state.pt.123.tmp", ".mine.tmp"):
+        (tmp_path / name).touch()
     begin(tmp_path)
     assert [path.name for path in tmp_path.glob(".*.tmp")] == [".mine.tmp"]
 
@@ -411,8 +415,9 @@ def test_a_time_is_minutes_and_seconds():
 def test_tensorboard_gets_each_number_at_its_step_and_time_and_old_ones_again(
     tmp_path, monkeypatch
 ):
-    made, added = [], []
-    writer = SimpleNamespace(add_scalar=lambda *x: added.append(x), flush=lambda: None)
+    made, added, flushed = [], [], []
+    flush = lambda: flushed.append(len(added))  # noqa: E731
+    writer = SimpleNamespace(add_scalar=lambda *x: added.append(x), flush=flush)
     monkeypatch.setattr(
         state, "summary_writer", lambda: lambda *x, **y: made.append((x, y)) or writer
     )
@@ -431,6 +436,7 @@ def test_tensorboard_gets_each_number_at_its_step_and_time_and_old_ones_again(
         ("tokens_per_second", 50, 2),
         ("seconds", 4.0, 2),
     ]
+    assert flushed == [3, 6]
     added.clear()
     timed(begin(tmp_path, 3, resume=True, tensorboard=True)[0], clock, [2])
     assert [x[:3] for x in added[::3]] == [("loss", 0.5, 1), ("loss", 0.5, 2), ("loss", 0.5, 3)]

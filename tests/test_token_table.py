@@ -1,5 +1,7 @@
 """What sample.py --trace shows of a response. Run: python -m pytest tests/test_token_table.py"""
 
+import re
+
 import pytest
 import torch
 
@@ -99,6 +101,11 @@ def test_a_trace_changes_no_response_and_what_is_missing_is_named(folder, tmp_pa
     assert lines == run("sample.py", *flags)[1].splitlines()
     assert traced.count("likeliest others, policy") == 2
     assert traced.count("KL 0.00  beta 0.1\n") == 2 and "-0.00" not in traced
+    dear = run("sample.py", folder / "ppo.pt", PROMPT, "--trace", "--kl_coef", 2)[1]
+    score, kl = map(float, re.search(r"score (\S+)  KL (\S+)  beta 2\n", dear).groups())
+    lines = dear.split("whitened\n")[1].split("        action")[0].splitlines()
+    rewards = [float(line[14:].split()[3]) for line in lines]
+    assert sum(rewards) == pytest.approx(score - 2 * kl, abs=0.01 * (3 + len(lines))) and kl > 1
     for given, flags, says in (
         (path, ["--trace"], f"{tmp_path / 'sft.pt'}: not found"),
         (folder, ["--trace"], "a folder; give the ppo.pt or sft.pt of a run"),

@@ -426,6 +426,16 @@ def test_ptx_adds_the_loss_of_as_many_demonstrations_as_there_are_responses(monk
     assert_equal(task.gradient(loss), task.gradient(exact))
 
 
+def test_the_demonstrations_of_ptx_are_those_of_stage_1(models, tmp_path):
+    for split, word in (("train", "bees"), ("val", "eat")):
+        rows = [{"prompt": "Do", "completion": f" {word}"}]
+        write_rows(tmp_path / f"sft_{split}.jsonl", rows)
+    tokenizer = load_checkpoint(models / "sft.pt", ["sft"])[1]
+    (found,) = ppo_ptx.read_demonstrations(models, tmp_path)
+    ids = tokenizer.encode("Do"), [*tokenizer.encode(" bees"), tokenizer.eos]
+    assert tuple(map(list, found)) == ids
+
+
 @pytest.mark.parametrize("size", [0, 1])
 def test_the_penalty_follows_the_last_minibatch_in_pieces_too(size):
     task, loss = Task(), PenaltyLoss(3.0)
@@ -478,6 +488,7 @@ def models(tmp_path_factory):
     for split in ("train", "val"):
         write_rows(folder / "data" / f"pref_{split}.jsonl", pairs)
         write_rows(folder / "data" / f"prompts_{split}.jsonl", [{"prompt": x} for x in prompts])
+    write_rows(folder / "sft.jsonl", [{"step": 1, "loss": 7.25, "seconds": 1}])
     return folder
 
 
@@ -525,11 +536,15 @@ def test_they_run_as_train_ppo_does_up_to_the_report(models, tmp_path, monkeypat
     first, second = metrics(tmp_path / "ppo.jsonl")
     assert first.keys() >= {"score", "kl", "entropy", "loss", "grad_norm", "lr", *columns}
     assert abs(first["kl"]) < 1e-3 and abs(second["kl"]) > 1e-5
+    assert (first["lr"], second["lr"]) == pytest.approx((0.01, 0.005))
+    assert "7.25" in (tmp_path / "report.html").read_text(encoding="utf-8")  # of stage 1
     policy, _, _ = load_checkpoint(tmp_path / "ppo.pt", ["ppo"])
     sft, _, _ = load_checkpoint(models / "sft.pt", ["sft"])
     assert (weights(policy.trunk) - weights(sft.trunk)).norm() > 1e-3
     assert bool(policy.value_head.weight.any()) == ("value_loss" in columns)
-    settings = read_contents(tmp_path / "ppo_state.pt", ["state"])["settings"]
+    contents = read_contents(tmp_path / "ppo_state.pt", ["state"])
+    settings, optimizer = contents["settings"], contents["optimizer"]
+    assert optimizer["param_groups"][0]["eps"] == 1e-4
     assert settings["group_size"] == (flags[1] if {"--k", "--n"} & set(flags) else 1)
     # It does not go on with other settings, nor as another algorithm.
     for other in map(str.split, others):
@@ -550,6 +565,7 @@ def test_flags_without_effect_are_refused_and_help_shows_the_others(script):
     status, printed, _ = run(f"variations/{script}.py", "-h")
     assert status == 0 and all(f"  {flag} " in printed for flag in flags[::2])
     assert f"(out/{script})" in printed and "--steps" in printed
+    assert re.search(r"rm\.pt[^()]*\(out\)", " ".join(printed.split()))  # --models
 
 
 @pytest.mark.parametrize(
@@ -560,6 +576,7 @@ def test_flags_without_effect_are_refused_and_help_shows_the_others(script):
         ("best_of_n", ["--n", 3], "should be a multiple of 3"),
         ("grpo", ["--k", 3], "should be a multiple of 3"),
         ("reinforce", ["--credit", "both"], "should be total or to_go"),
+        ("reinforce", ["--baseline", "--lam", 0.5], "no effect"),
         ("dpo", ["--kl_coef", 0], "--kl_coef 0"),
         ("dpo", ["--minibatches", 9], "more than --batch_size 8"),
     ],
@@ -639,18 +656,19 @@ def started(monkeypatch):
 def test_dpo_has_seen_the_prompts_of_its_pairs(models, tmp_path, monkeypatch):
     seen = []
 
-    def report(models, trained_on, *rest):
-        seen.extend(trained_on)
+    def report(models, trained_on, prompts, *rest):
+        seen.extend([trained_on, prompts])
         raise KeyboardInterrupt
 
     monkeypatch.setattr("plumbing.report.make_report", report)
     data = shutil.copytree(models / "data", tmp_path / "data")
     write_rows(data / "prompts_train.jsonl", [{"prompt": "What does a bee eat?"}])  # for the log
+    write_rows(data / "prompts_val.jsonl", [{"prompt": "Why?"}])
     folders = ["--data", data, "--models", models, "--out", tmp_path / "out"]
     assert run("variations/dpo.py", *folders, *PPO, "--report_prompts", 2)[0] == 130
     tokenizer = load_checkpoint(models / "sft.pt", ["sft"])[1]
     rows = load_jsonl(models / "data" / "pref_train.jsonl", ["prompt"])
-    assert seen == [tokenizer.encode(prompt) for (prompt,) in rows]
+    assert seen == [[tokenizer.encode(prompt) for (prompt,) in rows], [tokenizer.encode("Why?")]]
 
 
 def test_an_ensemble_scores_by_the_mean_or_the_lowest_of_its_members(models, tmp_path, monkeypatch):

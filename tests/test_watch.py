@@ -64,6 +64,7 @@ def checked(off=0.0, place="sampler", dtype="float32", score=None, **flags):
         return tokens, mask, shifted(logprobs) if place == "sampler" else logprobs, values
 
     def scorer(model, *args, **kwargs):
+        assert not torch.is_grad_enabled()
         logprobs, *rest = evaluate(model, *args, **kwargs)
         return shifted(logprobs) if place == "reference" and model is ref else logprobs, *rest
 
@@ -150,17 +151,20 @@ def test_a_kl_below_0_and_responses_that_go_astray_are_warned_of(capsys, kl, say
 def test_the_watch_logs_an_iteration_shows_responses_and_writes_the_page(
     tmp_path, monkeypatch, capsys
 ):
-    written, ended, clock = [], [], iter([0.0, 59.0, 61.0, 61.0, 100.0])
-    run_config = SimpleNamespace(out=tmp_path, data=tmp_path)
-    it = SimpleNamespace(run=run_config, settings={}, values={}, step=0, log=1)
+    written, ended, clock = [], [], iter([0.0, 59.0, 61.0, 61.0, 100.0, 101.0])
+    made, recorded, recorder = [], [], SimpleNamespace(record=lambda *x: recorded.append(x))
+    run_config = SimpleNamespace(out=tmp_path, data="zoo")
+    it = SimpleNamespace(run=run_config, settings={"lr": 1}, values={}, step=3, log=1)
     it.end_step = lambda metrics, tokens, show: ended.append((metrics, tokens, show))
     monkeypatch.setattr(watch, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(watch, "write_page", lambda *paths: written.append(paths))
-    monkeypatch.setattr(watch, "Recorder", lambda *_: SimpleNamespace(record=lambda *_: None))
-    models = SimpleNamespace(tokenizer=BYTES, policy=None)
-    watching = watch.Watch(
-        it, models, None, None, SimpleNamespace(steps=9, models="m", rollout_batch=0)
-    )
+    monkeypatch.setattr(watch, "Recorder", lambda *x: made.append(x) or recorder)
+    monkeypatch.setattr(watch, "truth_about", lambda data: (None, f"judge of the {data}", {}))
+    models, stage = SimpleNamespace(tokenizer=BYTES, policy="pi"), SimpleNamespace(steps=9)
+    stage.models, stage.rollout_batch = "m", 0
+    watching = watch.Watch(it, models, "ref", "config", stage)
+    facts = {"lr": 1}, BYTES, "judge of the zoo", "pi", "ref", "config", 3, 9
+    assert made == [(tmp_path / "ppo_traces.jsonl", *facts)]
     batch = rollout_with_kl([0.5, 1.0, 2.0, 3.0])
     for step, passes in ((0, [{"loss": 1.0}]), (39, [{"loss": 1.0}] * 2), (40, [{}, {}])):
         it.step = step
@@ -173,3 +177,6 @@ def test_the_watch_logs_an_iteration_shows_responses_and_writes_the_page(
     assert written == [(tmp_path, "m")]
     assert [x[0].keys() for x in ended] == [{"kl"}, {"kl", "passes"}, {"kl", "passes"}]
     assert ended[0][1:] == (8, ["score", "kl", "entropy", "eos_rate"])
+    assert recorded[0] == ("pi", "ref", batch, {"kl": 2.0}, "config") and len(recorded) == 3
+    watching.end_step(rollout_with_kl([1.0] * 16 + [99.0]), {"passes": [{}]}, 0.25)
+    assert "1 of 17 responses went astray" in capsys.readouterr().out
