@@ -13,7 +13,7 @@ remove that folder. Each run is a process with one thread; --workers says how ma
 Every run starts from the SFT and reward models of its seed and is measured by the same ruler. In
 "neighbours" each algorithm, PPO too, first gets the same search on the first seed, at the full
 length of the table: learning rates times the values of its own flag, then other prices of the KL.
-The setting with the largest score - beta KL in the last quarter of the log is kept.
+The setting with the highest optimality is kept.
 """
 
 import functools
@@ -152,31 +152,11 @@ class Job:
         if code in (0, 2):  # not when it was stopped
             self.path_of_status().write_text(str(code))
 
-    def log(self):
-        """score, KL and seconds of each iteration."""
-        if (self.out / "trainer_state.json").exists():  # of TRL, which logs the KL per token
-            rows = json.loads((self.out / "trainer_state.json").read_text())["log_history"]
-            seconds, rows = rows[-1]["train_runtime"], [row for row in rows if "reward" in row]
-            return [
-                {
-                    "score": row["reward"],
-                    "kl": row["kl"] * row["completions/mean_length"],
-                    "seconds": seconds * (i + 1) / len(rows),
-                }
-                for i, row in enumerate(rows)
-            ]
-        return read_lines(self.out / "ppo.jsonl")
-
-    def objective(self):
-        """score - beta KL in the last quarter of the log; None where the run has failed."""
-        if self.status():
-            return None
-        rows = self.log()
-        rows = rows[-max(1, len(rows) // 4) :]
-        return statistics.fmean(row["score"] - BETA * row["kl"] for row in rows)
-
     def seconds(self):
-        return self.log()[-1]["seconds"]
+        state = self.out / "trainer_state.json"  # of TRL's GRPO
+        if state.exists():
+            return json.loads(state.read_text())["log_history"][-1]["train_runtime"]
+        return read_lines(self.out / "ppo.jsonl")[-1]["seconds"]
 
 
 def read_lines(path):
@@ -293,9 +273,14 @@ def neighbour_job(name, seed, flags):
     return Job(out, [*words, *models, *length, *flags.split()])
 
 
+def optimality(job):
+    """On the first seed; None where the run has failed."""
+    return None if job.status() else measured(job, folder("models", 0), 0)["optimality"]
+
+
 def best(jobs):
     """The flags that did best; None if all of them failed."""
-    found = {flags: job.objective() for flags, job in jobs.items()}
+    found = {flags: optimality(job) for flags, job in jobs.items()}
     found = {flags: x for flags, x in found.items() if x is not None}
     return max(found, key=found.get, default=None)
 
@@ -553,7 +538,7 @@ def neighbours(workers):
         "over_beta": {name: over_beta(name) for name in names},
         "limits": limits_of([yardstick(folder("models", 0), 0)]),
         "search": {
-            name: {flags: job.objective() for flags, job in tried(name).items()} for name in names
+            name: {flags: optimality(job) for flags, job in tried(name).items()} for name in names
         },
     }
 
@@ -590,7 +575,7 @@ def curve_of(job, models, seed):
     """[[seconds of training, optimality], ...] of the policies that were kept."""
     path = job.out / "curve.json"
     if not path.exists():
-        seconds = [row["seconds"] for row in job.log()]
+        seconds = [row["seconds"] for row in read_lines(job.out / "ppo.jsonl")]
         curve, stick = [], yardstick(models, seed)
         for step in range(PACE, len(seconds) + 1, PACE):
             policy, _, _ = load_checkpoint(job.out / "policies" / f"{step}.pt", ["ppo"])

@@ -4,16 +4,19 @@ import json
 import math
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import train_ppo
 from bench import accident, pictures, real, results, speed, tables, trl_ppo
 from cli import PPO, run, same_weights, write_data, write_models
+from minippo import PPOConfig
 from plumbing.checkpoints import load_checkpoint, save_checkpoint
 from plumbing.errors import UserError
-from tiny import weights
+from tiny import marks, tiny_gpt, weights
 
 TINY = dict(zip(speed.SHAPE, (11, 9, 1, 2, 8))) | {"batch": 4, "prompt": (2, 4), "new": 2}
 
@@ -33,8 +36,12 @@ def test_runs_are_compared_seed_by_seed_where_they_start_from_the_same_models(mo
         def status(self):
             return None if self.name == "stopped" else 0
 
+    def measured(job, models, seed):
+        assert models == results.models_of(job.name, seed) and known[job.name][seed] == job.share
+        return {"optimality": job.share}
+
     jobs = {name: [Run(name, x) for x in shares] for name, shares in known.items()}
-    monkeypatch.setattr(results, "measured", lambda job, *_: {"optimality": job.share})
+    monkeypatch.setattr(results, "measured", measured)
     rows = results.rows_of(jobs, dict.fromkeys(known, ""), "default")
     assert list(rows) == ["default", "a", "a quarter"]
     assert rows["a"]["optimality"] == [pytest.approx(0.45), pytest.approx(0.25)]
@@ -102,40 +109,74 @@ def test_the_table_of_seeds_shows_what_the_report_and_the_log_of_each_say(tmp_pa
     assert rows[2] == "| **PPO** | 2.00 | 2.10 | 2.20 | 2.300 |"
 
 
-def finish(job, scores, status=0):
-    """As if a job had run."""
+def finish(job, optimality, status=0):
+    """As if a job had run and been measured."""
     job.out.mkdir(parents=True, exist_ok=True)
-    rows = (json.dumps({"score": x, "kl": 1.0}) + "\n" for x in scores)
-    (job.out / "ppo.jsonl").write_text("".join(rows))
     job.path_of_status().write_text(str(status))
+    if not status:
+        (job.out / "measured.json").write_text(json.dumps({"optimality": optimality}))
+        (job.out / "ppo.jsonl").write_text('{"seconds": 1.0}\n{"seconds": 2.0}\n')
 
 
-def test_the_search_keeps_what_is_best_in_the_last_quarter_and_has_not_failed(
-    tmp_path, monkeypatch
-):
+def begins_with_models_of(job, seed):
+    """-> {flag: its value}"""
+    given = dict(zip(job.words, job.words[1:]))
+    assert given["--models"] == results.folder("models", seed) and given["--seed"] == seed
+    return given
+
+
+def test_the_search_keeps_what_is_best_and_has_not_failed(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "RUNS", tmp_path)
     jobs = results.searches("RLOO")
     assert len(jobs) == len({job.out for job in jobs.values()}) == 6
     for i, job in enumerate(jobs.values()):
-        finish(job, [9.0 - i] * 6 + [float(i)] * 2, status=2 if i == 5 else 0)
+        finish(job, i / 10, status=2 if i == 5 else 0)
     best = results.best(jobs)
     assert best == list(jobs)[4] == "--lr 0.0016 --k 4 --kl_coef 0.1"
-    assert jobs[best].objective() == pytest.approx(4.0 - results.BETA)
     # The best one is tried with the other prices of the KL; where one beats it, that is kept.
     others = results.other_betas("RLOO")
     assert list(others) == [
         f"--lr 0.0016 --k 4 --kl_coef {x}" for x in ("0.03", "0.06", "0.2", "0.4")
     ]
     for i, job in enumerate(others.values()):
-        finish(job, [5.0 - i])
+        finish(job, 0.5 - i / 10)
     monkeypatch.setattr(results, "names_of_neighbours", lambda: ["RLOO"])
     (found,) = results.neighbour_jobs().values()
     assert found[0].out == others["--lr 0.0016 --k 4 --kl_coef 0.03"].out
     assert [job.out.name for job in found] == ["0", "1", "2"]
-    monkeypatch.setattr(results, "measured", lambda job, *_: {"kl": job.objective()})
+    flags = "--lr 0.0016 --k 4 --kl_coef 0.03"
+    assert begins_with_models_of(found[1], 1)["--steps"] == results.STEPS
+    assert found[1].words[-6:] == flags.split() and found[1].words[:2] == ["-m", "variations.rloo"]
+    monkeypatch.setattr(results, "PACED", ["RLOO"])
+    (paced,) = results.paced_jobs().values()
+    assert "--steps" not in begins_with_models_of(paced[2], 2)
+    assert paced[2].words[:4] == ["-m", "bench.results", "paced", "variations.rloo"]
+    assert paced[2].words[-6:] == best.split() and paced[2].out == results.folder("paced/RLOO", 2)
     path = results.over_beta("RLOO")
-    assert list(path) == [0.03, 0.06, 0.1, 0.2, 0.4] and path[0.1]["kl"] == pytest.approx(3.9)
+    assert list(path) == [0.03, 0.06, 0.1, 0.2, 0.4]
+    assert path[0.1] == {"optimality": 0.4, "seconds": 2.0}
+    log = {"log_history": [{"reward": 1.0}, {"train_runtime": 7.0}]}  # of TRL's GRPO
+    (found[0].out / "trainer_state.json").write_text(json.dumps(log))
+    assert found[0].seconds() == 7.0
     assert not results.other_betas("PPO, KL penalty")
+
+
+def test_the_ruler_is_score_less_beta_kl_from_the_sft_model_to_the_best_policy(monkeypatch):
+    stick = object.__new__(results.Yardstick)
+    S, G = torch.randn(5, 8, dtype=torch.float64), torch.randn(5, 8, dtype=torch.float64)
+    stick.reference = {"score": S, "judge": G}
+    best = 0.1 * ((S / 0.1).logsumexp(1) - math.log(8))
+    found = stick.figures({"score": S + 1, "kl": torch.full_like(S, 2), "judge": G})
+    assert found["optimality"] == pytest.approx(0.8 / (best - S.mean(1)).mean().item())
+    means = [G.mean().item(), S.mean().item() + 1, 2]
+    assert [found[name] for name in ("judge", "score", "kl")] == pytest.approx(means)
+    best = {"score": S.amax(1).mean(), "judge": G[range(5), S.argmax(1)].mean()}
+    assert stick.best_of(8) == pytest.approx({name: x.item() for name, x in best.items()})
+    stick.questions = ["a", "b"]
+    stick.models = SimpleNamespace(tokenizer=SimpleNamespace(encode=str), reference=0, score=0)
+    monkeypatch.setattr(results, "respond", lambda *_: ({}, ["a", "a", "b", "c"]))
+    monkeypatch.setattr(results, "judge", lambda question, text: float(question == text))
+    assert stick.ask("policy", 2)[0]["judge"].tolist() == [[1, 1], [1, 0]]
 
 
 def test_the_limits_of_any_policy_are_means_over_seeds():
@@ -245,6 +286,29 @@ def test_policies_are_kept_on_the_way_and_measured_with_the_seconds(
     assert curve[1][1] == weights(last).sum().item() != curve[0][1]
 
 
+def test_the_paths_are_means_over_seeds_and_the_hacked_responses_those_with_the_widest_gap(
+    tmp_path,
+):
+    jobs = [results.Job(tmp_path / name, []) for name in "ab"]
+    for job, first in zip(jobs, (0, 10)):
+        job.out.mkdir()
+        rows = [{"kl": first + i, "score": i} for i in range(4)]
+        (job.out / "ppo.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (job.out / "judge.json").write_text("[1, 3, 5, 7]")
+    path = results.path_of(jobs, window=2)
+    assert path == {"kl": [5.5, 7.5], "score": [0.5, 2.5], "judge": [2, 6]}
+    score, judge = torch.zeros(4, results.SAMPLES), torch.zeros(4, results.SAMPLES)
+    score[1, 3], judge[2, 5], score[3, 0], score[0, 1], judge[0, 1] = 2, -3, 1, 9, 8.5
+    found = {"score": score, "judge": judge, "kl": score + 1}
+    texts = [f"{i} {j}" for i in range(4) for j in range(results.SAMPLES)]
+    rows = results.most_hacked(found, texts, SimpleNamespace(questions="abcd"))
+    assert [list(row.values()) for row in rows] == [
+        ["c", "2 5", 0, -3, 1],
+        ["b", "1 3", 2, 0, 3],
+        ["d", "3 0", 1, 0, 2],
+    ]
+
+
 def test_the_worst_iteration_is_replayed_to_the_last_bit_and_then_with_changes(
     small_run, tmp_path, monkeypatch
 ):
@@ -255,6 +319,7 @@ def test_the_worst_iteration_is_replayed_to_the_last_bit_and_then_with_changes(
     found = json.loads((tmp_path / "accident.json").read_text())
     rows, worst = found["rows"], found["worst"]
     assert len(rows) == 3 and all(row["low"] > 0 and row["high"] > 0 for row in rows)
+    assert all(row["longest"] > row["kl"] for row in rows)
     rises = [b["low"] - a["low"] for a, b in zip([{"low": 0.0}, *rows], rows)]
     assert worst["rise"] == max(rises) == rises[worst["iteration"] - 1] == worst["replayed"]
     assert worst["same_bits"]
@@ -263,6 +328,20 @@ def test_the_worst_iteration_is_replayed_to_the_last_bit_and_then_with_changes(
         assert (len(set(x)) == 1) == name.startswith("neither"), name  # no batch, so no order
     first = [x[0] for x in worst["changes"].values()]
     assert len(set(first)) == len(first) and worst["rise"] not in first
+
+
+def test_the_distance_is_the_kl_of_the_next_token_on_the_answers_of_either_kind(monkeypatch):
+    policy, ref = tiny_gpt(5), tiny_gpt(5)
+    tokens, mask = torch.randint(5, (30, 7)), marks(*[".xxx..", "..xxxx", "xx...."] * 10)
+    p, q = (model(tokens[:, :-1])[0][mask].log_softmax(-1) for model in (policy, ref))
+    exact = F.kl_div(q, p, log_target=True, reduction="batchmean").item()
+    assert accident.distance(policy, ref, tokens, mask) == pytest.approx(exact)
+    monkeypatch.setattr(accident, "generate", lambda *_: (tokens, mask, None, None))
+    scores = torch.randperm(30)
+    probes = accident.probes_of(ref, lambda *_: scores, [], PPOConfig())
+    for kind, found in (("low", range(3)), ("high", range(27, 30))):
+        rows = [scores.tolist().index(i) for i in found]
+        assert probes[kind][0].equal(tokens[rows]) and probes[kind][1].equal(mask[rows])
 
 
 def test_an_accident_is_summed_up_over_seeds_and_orders(monkeypatch):
@@ -279,19 +358,27 @@ def test_an_accident_is_summed_up_over_seeds_and_orders(monkeypatch):
     with pytest.raises(ArithmeticError):
         accident.accidents(runs)
     rows = [{"longest": x, "low": x, "high": 1.0} for x in (51.0, 50.0, 3.0)]
+    given = begins_with_models_of(accident.job_of("all three, as by default", 1), 1)
+    assert (given["--adam_eps"], given["--head_lr"], given["--steps"]) == ("1e-4", "30", "400")
     found = accident.cures({"nothing": [{"rows": rows}, {"rows": rows[1:]}]})
     assert found["nothing"]["astray"] == [0.5, 0.5] and found["nothing"]["low"] == [3.0, 0.0]
 
 
 @pytest.mark.parametrize("code, status", [(0, 0), (2, 2), (1, None), (130, None)])
-def test_a_run_that_was_stopped_is_run_again_and_one_that_has_ended_is_not(tmp_path, code, status):
+def test_a_run_that_was_stopped_is_run_again_and_one_that_has_ended_is_not(
+    tmp_path, monkeypatch, code, status
+):
     script = tmp_path / "script.py"
-    script.write_text(f"open(__file__ + '.runs', 'a').write('x'); raise SystemExit({code})")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    script.write_text(
+        "import os; open(__file__ + '.runs', 'a').write(os.environ['OMP_NUM_THREADS'])\n"
+        f"raise SystemExit({code})"
+    )
     job = results.Job(tmp_path / "out", [script])
     for _ in range(2):
         job.run()
         assert job.status() == status
-    assert len((tmp_path / "script.py.runs").read_text()) == (1 if status is not None else 2)
+    assert (tmp_path / "script.py.runs").read_text() == ("1" if status is not None else "11")
 
 
 FLAGS = {f"train_ppo.py {flags}" for flags in results.SETTINGS.values()}
@@ -316,6 +403,26 @@ def test_an_iteration_is_timed_and_its_products_are_counted(monkeypatch):
     x = speed.measure("small")
     assert min(x["seconds"].values()) > 0 and len(x["seconds"]) == len(x["ratios"]) == 4
     assert x["ratios"]["update"] > 1 and x["ratios"]["iteration"] > 1
+    work = speed.Workload(TINY)
+    work.iteration()
+    counts = {phase: speed.operations(x) for phase, x in work.products().items()}
+    passes = 3 * work.config.epochs  # forward, and a gradient for either factor
+    assert counts["update"] == pytest.approx(passes * counts["rollout"], rel=0.05)
+    assert counts["rollout"] < counts["scoring"] < 2 * counts["rollout"]
+
+
+def test_the_step_of_nanogpt_is_timed_beside_ours(tmp_path):
+    (tmp_path / "model.py").write_text(
+        "import time, types, torch\n"
+        "GPTConfig = lambda *x, **y: None\n"
+        "class GPT(torch.nn.Linear):\n"
+        "    def __init__(self, config): super().__init__(1, 1)\n"
+        "    def forward(self, x, y):\n"
+        "        time.sleep(0.2)\n"
+        "        return None, super().forward(torch.ones(1)).sum()\n"
+    )
+    found = speed.beside_nanogpt(tmp_path, TINY, rounds=1)
+    assert max(found["ratios"]) < 0.5 and found["seconds"][0] > 0.2 > found["seconds"][2]
 
 
 def test_a_third_of_the_reviews_is_nowhere_in_the_training_data(tmp_path):
@@ -341,6 +448,29 @@ def test_naive_bayes_counts_the_texts_that_hold_a_word():
     assert log_odds("dull") < 0 == log_odds("")
 
 
+def test_each_model_is_judged_by_the_classifier_on_openings_of_the_validation_file(
+    tmp_path, monkeypatch
+):
+    write_data(tmp_path / "data")
+    write_models(tmp_path)
+    model, tokenizer, _ = load_checkpoint(tmp_path / "sft.pt", ["sft"])
+    save_checkpoint(tmp_path / "ppo.pt", "ppo", model, tokenizer)
+    monkeypatch.setattr(real, "ANSWERS", 4)
+    ran, judged, seen = [], real.judged, {}
+    monkeypatch.setattr(real, "run", lambda *words: ran.append(words))
+    monkeypatch.setattr(real, "judged", lambda *given: seen.update(zip("mpol", given)))
+    found = real.compare(tmp_path / "data", tmp_path, ["a"], ["b", "c"])["classifier"]
+    assert found["reviews"] == 3 and found["of"] == 20
+    assert [words[1] for words in ran] == ["variations.rloo", "variations.dpo"]
+    rows = real.rows_of(tmp_path / "data" / "prompts_val.jsonl")
+    assert seen["o"] == [row["prompt"] for row in rows] and seen["m"] == tmp_path
+    policies = {"PPO": tmp_path / "ppo.pt"}
+    found = judged(tmp_path, policies, seen["o"], lambda text: 1.0)
+    assert found["PPO"]["judge"] == [1, 0] and found["best of 4"]["kl"][1] is None
+    assert found["best of 4"]["score"][0] > found["SFT model"]["score"][0] + 0.1
+    assert judged(tmp_path, policies, seen["o"], lambda text: 0.0)["PPO"]["judge"] == [0, 0]
+
+
 def test_the_pictures_are_drawn_from_results_json(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     (tmp_path / "bench").mkdir()
@@ -353,3 +483,20 @@ def test_the_pictures_are_drawn_from_results_json(tmp_path, monkeypatch):
     pictures.draw(tables.load())
     drawn = {path.name: path.stat().st_size for path in (tmp_path / "bench").iterdir()}
     assert len(drawn) == 4 and max(drawn.values()) < 60_000
+    shown, known = {}, tables.load()
+    monkeypatch.setattr(pictures, "save", lambda drawing, name: shown.update({name: drawing.axes}))
+    pictures.draw(known)
+    lines = {name: [axis.lines for axis in axes] for name, axes in shown.items()}
+    paths = known["paths"]
+    kls, judged = zip(*((x["kl"], x["judge"]) for x in known["over_beta"]["PPO"].values()))
+    for line, x, y in (
+        (lines["frontier"][1][2], paths["beta = 0.3"]["kl"], paths["beta = 0.3"]["judge"]),
+        (lines["hacking"][0][2], paths["default"]["kl"], paths["default"]["judge"]),
+        (lines["neighbours"][1][2], kls, judged),
+        (lines["curves"][0][0], range(1, 451, 6), [mean for mean, _ in known["curves"]["score"]]),
+    ):
+        assert [*line.get_xdata()] == [*x] and [*line.get_ydata()] == [*y]
+    (band,) = shown["curves"][0].collections
+    mean, spread = known["curves"]["score"][-1]
+    heights = {round(y, 9) for x, y in band.get_paths()[0].vertices if x == 445}
+    assert heights == {round(mean - spread, 9), round(mean + spread, 9)}
