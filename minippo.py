@@ -486,9 +486,9 @@ def whiten(x, mask):
 # has left on the other side, moved by other tokens (all share the weights), is pulled back. A
 # *trust region* is a limit that the new policy cannot leave. This range is none: one step can jump
 # past it. By default each response is used once, in one of four steps, because sampling is not the
-# slow part here (RESULTS.md, "Speed"). So the clip hardly acts. In four passes over a batch,
-# optimality falls from 0.91 to 0.52 with neither clip (RESULTS.md). There are six cases. Does a
-# token have a gradient?
+# slow part here (RESULTS.md, "Speed"). So the clip hardly acts. In four passes over a batch, with
+# neither clip, the policy ends up near the SFT model or worse (RESULTS.md). There are six cases.
+# Does a token have a gradient?
 #
 #              ratio < 1 - eps                 in between     ratio > 1 + eps
 #     A > 0    yes: pulled back up             yes            no: has risen enough
