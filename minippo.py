@@ -63,9 +63,9 @@ below 0: better than expected, but by less than the others.)
     gradient     .      no     yes    no     .
 
 Where the clipped product is the smaller one, the token has no gradient, because a clipped ratio is
-a constant. The values are clipped too (value_clip 0.2). That at index 1 was 0.80 and is now 1.05;
-its clipped copy stops at 1.00. In the loss of the values the larger of the two squared errors
-counts, (1.35 - 1.00)^2 = 0.12 and not 0.30^2 = 0.09. It has no gradient either.
+a constant. The values are clipped too (value_clip 0.2). The value at index 1 was 0.80 and is now
+1.05; its clipped copy stops at 1.00. In the loss of the values the larger of the two squared errors
+counts, (1.35 - 1.00)^2 = 0.12 and not 0.30^2 = 0.09. That error has no gradient either.
 """
 
 import copy
@@ -86,7 +86,7 @@ import torch.nn.functional as F
 
 @dataclass
 class GPTConfig:
-    vocab_size: int = 1024  # tokens in the vocabulary; the last one ends a text [257, 1e6]
+    vocab_size: int = 1024  # tokens in the vocabulary; the last is the end token [257, 1e6]
     context: int = 128  # longest prompt and response together, in tokens [8, inf]
     layers: int = 4  # transformer blocks [1, inf]
     heads: int = 4  # attention heads [1, inf]

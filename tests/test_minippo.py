@@ -122,7 +122,7 @@ def test_the_numbers_in_the_drawing_are_what_the_functions_give():
     loss.backward()
     text = " ".join(minippo.__doc__.split())
     assert "was 0.80 and is now 1.05; its clipped copy stops at 1.00" in text
-    assert "(1.35 - 1.00)^2 = 0.12 and not 0.30^2 = 0.09. It has no gradient" in text
+    assert "(1.35 - 1.00)^2 = 0.12 and not 0.30^2 = 0.09. That error has no gradient" in text
     assert rows["return"][1] == 1.35 and rows["value"][1] == 0.80
     assert (
         value.grad.item() == 0

@@ -416,8 +416,9 @@ def test_tensorboard_gets_each_number_at_its_step_and_time_and_old_ones_again(
     tmp_path, monkeypatch
 ):
     made, added, flushed = [], [], []
-    flush = lambda: flushed.append(len(added))  # noqa: E731
-    writer = SimpleNamespace(add_scalar=lambda *x: added.append(x), flush=flush)
+    writer = SimpleNamespace(
+        add_scalar=lambda *x: added.append(x), flush=lambda: flushed.append(len(added))
+    )
     monkeypatch.setattr(
         state, "summary_writer", lambda: lambda *x, **y: made.append((x, y)) or writer
     )
