@@ -60,13 +60,14 @@ class Schedule:
     """How many steps stages 1 and 2 take, and the share of the peak learning rate in each: a linear
     climb, then a straight fall to 0.
 
-    automatic: validation says when to end. As soon as its loss no longer falls, the learning rate
-    falls to 0 in a third as many steps as there have been.
+    automatic: validation says when to end. Once every row has been seen, and the validation loss no
+    longer falls, the learning rate falls to 0 in a third as many steps as there have been. Before,
+    nothing can be known by heart: a loss that does not fall then may fall later.
     """
 
     FIRST_CHECK, GROWTH = 50, 1.5  # validation after 50 steps, then after 1.5 times as many, ...
-    SHORTEST, LEAST_GAIN = 200, 0.002  # steps before the end; a smaller gain of the loss is none
-    RISE = 0.1  # share of the loss; such a rise ends a run on few rows, once all have been seen
+    LEAST_GAIN = 0.002  # share of the loss; a smaller gain is none
+    RISE, SHORTEST = 0.1, 200  # before step 200, nothing less than such a rise ends a run
     STILL_FALLING = 0.15  # a gain in the second half of the steps that promises more
 
     def __init__(self, steps, warmup, automatic, one_pass=math.inf):
@@ -74,7 +75,7 @@ class Schedule:
         validation comes within a quarter of a pass."""
         self.steps, self.warmup, self.automatic = steps, warmup, automatic
         self.first_check = max(1, int(min(self.FIRST_CHECK, one_pass / 4)))
-        self.shortest = min(self.SHORTEST, one_pass)
+        self.one_pass = one_pass
         self.fall = warmup, 1.0  # step at which the fall begins, and the share from which it falls
         self.checks, self.stopped = {}, None  # {steps done: validation loss}; where the fall began
 
@@ -105,7 +106,7 @@ class Schedule:
             raise FloatingPointError(f"step {step + 1}: the validation loss is {loss}")
         done, best = step + 1, min(self.checks.values(), default=math.inf)
         self.checks[done] = loss
-        ripe = self.automatic and self.stopped is None and self.shortest <= done < self.steps
+        ripe = self.automatic and self.stopped is None and self.one_pass <= done < self.steps
         least_gain = self.LEAST_GAIN if done >= self.SHORTEST else -self.RISE
         if ripe and loss > (1 - least_gain) * best:
             self.fall, self.stopped = (done, self.share(done)), done
