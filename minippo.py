@@ -566,7 +566,7 @@ class PPOConfig:
     whiten: bool = True  # advantages with mean 0 and standard deviation 1
     epochs: int = 1  # passes over each batch of responses [1, inf]
     minibatches: int = 4  # gradient steps per pass [1, inf]
-    max_grad_norm: float = 1.0  # longer gradients are scaled down to this norm [0, inf]
+    max_grad_norm: float = 1.0  # longer gradients are scaled down to this norm [1e-6, inf]
     clip_eps: float = 0.2  # no gain from a ratio further from 1 than this; inf: no clip [0, inf]
     value_clip: float = 0.2  # nor from a value further from its old one; inf: no clip [0, inf]
     vf_coef: float = 0.1  # weight of the value loss; large, it disturbs the shared trunk [0, inf]

@@ -127,9 +127,8 @@ def validate(model, pairs, device, micro_batch):
 def normalise(model, sft, prompts, answer, micro_batch):
     """Shift and scale the scores, so that those of the SFT model's own answers, to prompts spread
     over the list, have mean 0 and standard deviation 1; and cap them."""
-    stride = max(1, len(prompts) // answer.answers)
-    questions = [prompts[i * stride % len(prompts)] for i in range(answer.answers)]
-    scores = []
+    prompts, scores = spread_over(prompts, answer.answers), []
+    questions = [prompts[i % len(prompts)] for i in range(answer.answers)]
     for part in progress("answers of the SFT model", questions, (4 * micro_batch) or 256):
         tokens, mask, *_ = generate(sft, part, answer.max_new_tokens)
         scores.append(model(tokens, row_lengths(mask)))

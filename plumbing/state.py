@@ -60,14 +60,15 @@ class Schedule:
     """How many steps stages 1 and 2 take, and the share of the peak learning rate in each: a linear
     climb, then a straight fall to 0.
 
-    automatic: validation says when to end. Once every row has been seen, and the validation loss no
-    longer falls, the learning rate falls to 0 in a third as many steps as there have been. Before,
-    nothing can be known by heart: a loss that does not fall then may fall later.
+    automatic: validation says when to end. Once every row has been seen, and in two validations in
+    a row the loss no longer falls, the learning rate falls to 0 in a third as many steps as there
+    have been. One such validation may be noise. Before every row has been seen, none is known by
+    heart: a loss that does not fall yet may do so later.
     """
 
     FIRST_CHECK, GROWTH = 50, 1.5  # validation after 50 steps, then after 1.5 times as many, ...
     LEAST_GAIN = 0.002  # share of the loss; a smaller gain is none
-    RISE, SHORTEST = 0.1, 200  # before step 200, nothing less than such a rise ends a run
+    RISE, SHORTEST = 0.1, 200  # such a rise ends a run at once; before step 200, nothing else does
     STILL_FALLING = 0.15  # a gain in the second half of the steps that promises more
 
     def __init__(self, steps, warmup, automatic, one_pass=math.inf):
@@ -104,16 +105,17 @@ class Schedule:
         """Is this validation loss the lowest so far? FloatingPointError if it is no number."""
         if not math.isfinite(loss):
             raise FloatingPointError(f"step {step + 1}: the validation loss is {loss}")
-        done, best = step + 1, min(self.checks.values(), default=math.inf)
+        done, losses = step + 1, [math.inf, math.inf, *self.checks.values(), loss]
         self.checks[done] = loss
         ripe = self.automatic and self.stopped is None and self.one_pass <= done < self.steps
-        least_gain = self.LEAST_GAIN if done >= self.SHORTEST else -self.RISE
-        if ripe and loss > (1 - least_gain) * best:
+        rises = loss > (1 + self.RISE) * min(losses)
+        stalls = min(losses[-2:]) > (1 - self.LEAST_GAIN) * min(losses[:-2])
+        if ripe and (rises or stalls and done >= self.SHORTEST):
             self.fall, self.stopped = (done, self.share(done)), done
             self.steps = min(self.steps, done + done // 3)
             falls = f"the learning rate does, to 0 at step {self.steps}"
             print(f"step {done}: the validation loss no longer falls; {falls}")
-        return loss <= best
+        return loss == min(losses)
 
     def ending(self):
         """Why there were so many steps, a warning if more would have helped, and what is saved."""

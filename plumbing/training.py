@@ -28,7 +28,7 @@ class FitConfig:
     lr: float = 1e-3  # peak learning rate of AdamW; it falls linearly to 0 [0, inf]
     warmup: int = 20  # steps in which the learning rate climbs to its peak [0, inf]
     weight_decay: float = 0.0  # AdamW's decay of the weights; norms and biases have none [0, inf]
-    max_grad_norm: float = 1.0  # longer gradients are scaled down to this norm [0, inf]
+    max_grad_norm: float = 1.0  # longer gradients are scaled down to this norm [1e-6, inf]
 
     def steps(self, rows):
         """How many steps there are at most."""
@@ -102,7 +102,7 @@ def reward_model_warnings(facts):
     accuracy, pairs = facts.get("val_accuracy", 1.0), facts.get("val_pairs", math.inf)
     if facts.get("val_loss", 0.0) >= math.log(2):
         yield "warning: at no step was the reward model better than guessing (loss 0.693)"
-    if accuracy < 0.5 + 1 / math.sqrt(pairs):  # by chance a half is right, ± 0.5 / sqrt(pairs)
+    if accuracy <= 0.5 + 1 / math.sqrt(pairs):  # by chance a half is right, ± 0.5 / sqrt(pairs)
         right = f"{100 * accuracy:.1f} % of {pairs:,} validation pairs right"
         yield f"warning: {right} is not clearly better than chance; the reward may be noise"
 

@@ -29,6 +29,8 @@ def check_settings(config, stage):
     if stage.batch_size % stage.group_size:
         groups = f"should be a multiple of {stage.group_size}, the group size"
         raise UserError(f"--batch_size {stage.batch_size}: {groups}")
+    if stage.kl_horizon < math.inf and not config.kl_coef:
+        raise UserError("--kl_horizon has no effect with --kl_coef 0: beta would stay 0")
 
 
 def warn_about(prompts, models, config):

@@ -175,6 +175,8 @@ FLAG_CASES = [
     ("ppo", "--batch_size 1", ["--minibatches 2: more than --batch_size 1"]),
     ("ppo", "--group_size 3", ["--batch_size 8: should be a multiple of 3, the group size"]),
     ("ppo", "--kl_target 3", ["--kl_target has no effect without --kl_horizon"]),
+    ("ppo", "--kl_coef 0 --kl_horizon 9", ["--kl_horizon has no effect with --kl_coef 0"]),
+    ("ppo", "--max_grad_norm 0", ["--max_grad_norm 0.0: should be between 1e-06 and inf"]),
     ("ppo", "--critic_lr 0.1", ["--critic_lr has no effect without --separate_critic"]),
     ("ppo", "--report_prompts 9", ["--report_prompts has no effect with --no_report"]),
 ]

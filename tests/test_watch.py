@@ -35,11 +35,17 @@ def test_prompts_without_room_and_another_length_of_answers_are_warned_of(capsys
 
 
 @pytest.mark.parametrize(
-    "accuracy, loss, warned",
-    [(0.59, 0.693, ["than chance"]), (0.61, 0.693, []), (0.61, 0.694, ["guessing"])],
+    "accuracy, pairs, loss, warned",
+    [
+        (0.59, 100, 0.693, ["than chance"]),
+        (0.61, 100, 0.693, []),
+        (0.61, 100, 0.694, ["guessing"]),
+        (1.0, 4, 0.5, ["than chance"]),  # luck once in 16 times
+        (1.0, 5, 0.5, []),
+    ],
 )
-def test_a_reward_model_no_better_than_chance_is_warned_of(capsys, accuracy, loss, warned):
-    facts = {"rm": {"val_accuracy": accuracy, "val_pairs": 100, "val_loss": loss}}
+def test_a_reward_model_no_better_than_chance_is_warned_of(capsys, accuracy, pairs, loss, warned):
+    facts = {"rm": {"val_accuracy": accuracy, "val_pairs": pairs, "val_loss": loss}}
     watch.warn_about(
         [[1]], SimpleNamespace(policy=tiny_gpt(), facts=facts), PPOConfig(max_new_tokens=8)
     )

@@ -223,7 +223,7 @@ SCRIPT_MUTANTS = [
     ),
     Mutant(
         "a rise of the loss taken for a gain",
-        [("loss > (1 - least_gain) * best", "loss > 9 * best")],
+        [("loss > (1 + self.RISE) * min(losses)", "loss > 9 * min(losses)")],
         "patience that compares with the wrong number",
         "small data is learned by heart, and no run ends by itself",
         STATE + "where_a_run_ends_and_which_model_is_the_best",
@@ -240,7 +240,7 @@ SCRIPT_MUTANTS = [
     ),
     Mutant(
         "the latest model taken for the best",
-        [("return loss <= best", "return True")],
+        [("return loss == min(losses)", "return True")],
         "checkpoints saved after every validation",
         "what is kept has learned its training rows by heart",
         STATE + "where_a_run_ends_and_which_model_is_the_best",
