@@ -78,7 +78,6 @@ SETTINGS = {
     "a quarter of the pairs": "",
     HACKED: "--kl_coef 0",
 }
-FIVE_SEEDS = ("default", "four passes", "entropy bonus 0.01")
 
 
 @dataclass
@@ -151,12 +150,6 @@ class Job:
             code = subprocess.call(command, cwd=ROOT, env=env, stdout=log, stderr=log)
         if code in (0, 2):  # not when it was stopped
             self.path_of_status().write_text(str(code))
-
-    def seconds(self):
-        state = self.out / "trainer_state.json"  # of TRL's GRPO
-        if state.exists():
-            return json.loads(state.read_text())["log_history"][-1]["train_runtime"]
-        return read_lines(self.out / "ppo.jsonl")[-1]["seconds"]
 
 
 def read_lines(path):
@@ -234,9 +227,8 @@ def settings_jobs():
     """{name: the job of each seed}."""
     jobs = {}
     for name, flags in SETTINGS.items():
-        seeds = range(5) if name in FIVE_SEEDS else FEW_SEEDS
         place, flags = ("full", "") if name == "default" else (name, f"--no_report {flags}")
-        jobs[name] = [judged_job(place, seed, flags) for seed in seeds]
+        jobs[name] = [judged_job(place, seed, flags) for seed in FEW_SEEDS]
     return jobs
 
 
@@ -392,7 +384,7 @@ def measured(job, models, seed):
         stick = yardstick(models, seed)
         policy, _, _ = load_checkpoint(job.out / "ppo.pt", ["ppo"])
         path.write_text(json.dumps(stick.figures(stick.ask(policy, SAMPLES)[0])))
-    return json.loads(path.read_text()) | {"seconds": job.seconds()}
+    return json.loads(path.read_text())
 
 
 def over_seeds(rows):
@@ -403,8 +395,7 @@ def over_seeds(rows):
 def differences(rows, first):
     """The optimality of these runs less that of the `first`, seed by seed: known better than
     either."""
-    pairs = zip(rows, first)  # of one there may be more seeds
-    return mean_and_error([row["optimality"] - other["optimality"] for row, other in pairs])
+    return mean_and_error([a["optimality"] - b["optimality"] for a, b in zip(rows, first)])
 
 
 def rows_of(jobs, flags, first):
@@ -491,7 +482,7 @@ def limits_of(sticks):
 def settings(workers):
     jobs = settings_jobs()
     if workers:
-        make_models(range(5), workers)
+        make_models(FEW_SEEDS, workers)
         make_other_models(FEW_SEEDS, workers)
         run([job for runs in jobs.values() for job in runs], workers)
     out = {"settings": rows_of(jobs, SETTINGS, "default")}

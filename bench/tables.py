@@ -199,9 +199,9 @@ def table_of_cured(results):
 
 
 def table_of_neighbours(results):
-    columns = {"optimality": 3, "gain": 3, "judge": 2, "kl": 2, "seconds": 0}
+    columns = {"optimality": 3, "gain": 3, "judge": 2, "kl": 2}
     rows = [[name, *cells(x, **columns)] for name, x in results["neighbours"].items()]
-    head = ["", "optimality", "less PPO's", "judge", "KL", "seconds"]
+    head = ["", "optimality", "less PPO's", "judge", "KL"]
     return {"neighbours": table(head, rows)}
 
 

@@ -115,7 +115,6 @@ def finish(job, optimality, status=0):
     job.path_of_status().write_text(str(status))
     if not status:
         (job.out / "measured.json").write_text(json.dumps({"optimality": optimality}))
-        (job.out / "ppo.jsonl").write_text('{"seconds": 1.0}\n{"seconds": 2.0}\n')
 
 
 def begins_with_models_of(job, seed):
@@ -154,10 +153,7 @@ def test_the_search_keeps_what_is_best_and_has_not_failed(tmp_path, monkeypatch)
     assert paced[2].words[-6:] == best.split() and paced[2].out == results.folder("paced/RLOO", 2)
     path = results.over_beta("RLOO")
     assert list(path) == [0.03, 0.06, 0.1, 0.2, 0.4]
-    assert path[0.1] == {"optimality": 0.4, "seconds": 2.0}
-    log = {"log_history": [{"reward": 1.0}, {"train_runtime": 7.0}]}  # of TRL's GRPO
-    (found[0].out / "trainer_state.json").write_text(json.dumps(log))
-    assert found[0].seconds() == 7.0
+    assert path[0.1] == {"optimality": 0.4}
     assert not results.other_betas("PPO, KL penalty")
 
 
@@ -212,16 +208,16 @@ def small_run(tmp_path, monkeypatch):
 
 def test_settings_name_the_models_that_they_start_from_and_the_default_is_a_full_run():
     jobs = results.settings_jobs()
-    assert [job.out for job in jobs["default"]] == [results.folder("full", i) for i in range(5)]
+    assert [job.out for job in jobs["default"]] == [results.folder("full", i) for i in range(3)]
     assert "--no_report" not in jobs["default"][0].words
-    assert {name for name, runs in jobs.items() if len(runs) == 5} == {*results.FIVE_SEEDS}
+    assert list(jobs) == [*results.SETTINGS] and {*map(len, jobs.values())} == {3}
     for name, kind in (
         ("lam = 0", "models"),
         ("scores without a cap", "no cap"),
         (results.HACKED, "few pairs"),
     ):
         job, models = jobs[name][1], results.folder(kind, 1)
-        assert job.out == results.folder(name, 1) and len(jobs[name]) == 3
+        assert job.out == results.folder(name, 1)
         given = dict(zip(job.words, job.words[1:]))
         assert given["--models"] == models and given["--seed"] == 1 and "--no_report" in job.words
         assert " ".join(map(str, job.words)).endswith(results.SETTINGS[name])
