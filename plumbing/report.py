@@ -162,7 +162,8 @@ def suspects(measured, texts, prompts, reference_scores):
     measured, texts: of n responses to each of P prompts; prompts: their texts; reference_scores
     (P, M): of samples of the reference. A good answer is one that the reference gives too, if
     rarely. So an answer is suspect if its score is above all M, and its KL above log M (the
-    reference gives it less than once in M times) and above twice the median.
+    reference gives it less than once in M times) and above twice the median. Where one of the M is
+    at the cap of the reward model, none is above it.
     """
     score, kl = measured["score"], measured["kl"]
     n, M = score.shape[1], reference_scores.shape[1]
