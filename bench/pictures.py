@@ -135,8 +135,7 @@ def draw(results):
     draw_frontier(results)
     draw_hacking(results)
     draw_neighbours(results)
-    if "quality" in results:
-        draw_quality(results)
+    draw_quality(results)
 
 
 if __name__ == "__main__":

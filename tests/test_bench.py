@@ -478,7 +478,7 @@ def test_the_pictures_are_drawn_from_results_json(tmp_path, monkeypatch):
     assert (tmp_path / "bench" / "curves.svg").read_text() == "old"
     pictures.draw(tables.load())
     drawn = {path.name: path.stat().st_size for path in (tmp_path / "bench").iterdir()}
-    assert len(drawn) == 4 and max(drawn.values()) < 60_000
+    assert len(drawn) == 5 and max(drawn.values()) < 60_000
     shown, known = {}, tables.load()
     monkeypatch.setattr(pictures, "save", lambda drawing, name: shown.update({name: drawing.axes}))
     pictures.draw(known)
@@ -489,6 +489,7 @@ def test_the_pictures_are_drawn_from_results_json(tmp_path, monkeypatch):
         (lines["frontier"][1][2], paths["beta = 0.3"]["kl"], paths["beta = 0.3"]["judge"]),
         (lines["hacking"][0][2], paths["default"]["kl"], paths["default"]["judge"]),
         (lines["neighbours"][1][2], kls, judged),
+        (lines["quality"][0][1], *zip([0, 0], *known["quality"]["PPO, separate critic"]["curve"])),
         (lines["curves"][0][0], range(1, 451, 6), [mean for mean, _ in known["curves"]["score"]]),
     ):
         assert [*line.get_xdata()] == [*x] and [*line.get_ydata()] == [*y]
