@@ -27,7 +27,7 @@ def test_the_error_of_a_mean_is_the_deviation_over_n_less_1_by_the_root_of_n():
 
 
 def test_runs_are_compared_seed_by_seed_where_they_start_from_the_same_models(monkeypatch):
-    known = {"default": [0.1, 0.5], "a": [0.2, 0.7], "a quarter": [0.0, 0.0], "stopped": [1.0, 1.0]}
+    known = {"default": [0.1, 0.5, 0.9], "a": [0.2, 0.7], "a quarter": [0.0], "stopped": [1.0]}
 
     class Run:
         def __init__(self, name, share):
@@ -208,9 +208,11 @@ def small_run(tmp_path, monkeypatch):
 
 def test_settings_name_the_models_that_they_start_from_and_the_default_is_a_full_run():
     jobs = results.settings_jobs()
-    assert [job.out for job in jobs["default"]] == [results.folder("full", i) for i in range(3)]
-    assert "--no_report" not in jobs["default"][0].words
-    assert list(jobs) == [*results.SETTINGS] and {*map(len, jobs.values())} == {3}
+    assert [job.out for job in jobs["default"]] == [results.folder("full", i) for i in range(5)]
+    assert "--no_report" not in jobs["default"][0].words and list(jobs) == [*results.SETTINGS]
+    assert {name: 5 if name in results.FIVE_SEEDS else 3 for name in jobs} == {
+        name: len(runs) for name, runs in jobs.items()
+    }
     for name, kind in (
         ("lam = 0", "models"),
         ("scores without a cap", "no cap"),
