@@ -15,6 +15,7 @@ It cannot see kernels that CUDA lacks, other rounding, autocast, waiting, memory
 
 import contextlib
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -145,6 +146,18 @@ def test_on_a_gpu_no_devices_mix_no_network_runs_on_the_cpu_and_the_results_are_
     chain(data, tmp_path / "cpu", "cpu")
     with pretended_gpu() as gpu:
         chain(data, tmp_path / "gpu", "auto")
+        assert not gpu.on_cpu & NETWORK
+        monkeypatch.setitem(
+            sys.modules, "taste", SimpleNamespace(score=lambda _, texts: [*map(len, texts)])
+        )
+        for script, more in (
+            ("train_ppo.py", "--policy {gpu}/ppo.pt --reference {gpu}/sft.pt --reward taste:score"),
+            ("variations/dpo.py", "--samples 4"),
+            ("variations/best_of_n.py", "--n 4"),
+        ):
+            given = ["--data", data, "--models", tmp_path / "gpu", "--out", tmp_path / script]
+            flags = [*given, *FLAGS["ppo"][2:], *more.format(gpu=tmp_path / "gpu").split()]
+            assert run(script, *flags)[::2] == (0, "")
         assert not gpu.on_cpu & NETWORK
         state.set_random_state(state.random_state())
         assert [x.tolist() for x in gpu.restored] == [[1.0]]

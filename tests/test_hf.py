@@ -13,7 +13,7 @@ from cli import run, shell
 from data import zoo
 from minippo import GPT, GPTConfig, RewardModel
 from plumbing import hf
-from plumbing.checkpoints import save_checkpoint
+from plumbing.checkpoints import load_checkpoint, read_contents, save_checkpoint
 from plumbing.errors import UserError
 from plumbing.tokenizer import Tokenizer
 from tiny import stir
@@ -60,6 +60,18 @@ def folder(tmp_path):
     config = transformers.GPT2Config(vocab_size=321, n_positions=48, n_embd=24, n_layer=3, n_head=2)
     stir(transformers.GPT2LMHeadModel(config), 0.05).save_pretrained(tmp_path)
     return tmp_path
+
+
+def test_stage_1_goes_on_from_a_gpt2_of_its_own_context(folder, tmp_path):
+    rows = [{"prompt": "What?", "completion": " long" * n} for n in range(1, 60)]
+    for split in ("train", "val"):
+        (tmp_path / f"sft_{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    flags = ["--init", folder, "--data", tmp_path, "--out", tmp_path / "out", "--device", "cpu"]
+    status, printed, error = run("train_sft.py", *flags, "--epochs", 1)
+    assert (status, error) == (0, "") and "context of 48 tokens" in printed
+    model, _, _ = load_checkpoint(tmp_path / "out" / "sft.pt", ["sft"])
+    settings = read_contents(tmp_path / "out" / "sft_state.pt", ["state"])["settings"]
+    assert settings["context"] == model.config.context == 48
 
 
 @pytest.mark.parametrize("shuffled", [False, True])

@@ -1116,11 +1116,15 @@ def printed():
 
 
 def test_the_example_learns_what_its_score_function_likes(printed):
-    found = [re.match(r"iteration +(\d+)  score +(\S+) ", line) for line in printed[:6]]
+    found = [re.match(r"iteration +(\d+)  score +(\S+)  kl +(\S+)", x) for x in printed[:6]]
     assert [int(x[1]) for x in found] == [1, 21, 41, 61, 81, 100]
     scores = [float(x[2]) for x in found]
     assert -3 < scores[0] < -1.5 and min(scores[2:]) > 3 and 3.5 < scores[-1] <= 4  # eight turns
+    kl = [float(x[3]) for x in found]
+    assert abs(kl[0]) < 0.3 and 8 < min(kl[2:]) <= max(kl) < 13  # at beta = 0 some 20
     words = printed[5].split()[-4:]
+    first = [line.split()[0] for line in printed[7:]]  # less the prompt
+    assert words[0][1:] == "".join(first).removesuffix("<eos>")
     assert all(word.isalpha() and len(word) <= 9 for word in words)
     turns = [(a in "aeiou") != (b in "aeiou") for w in words for a, b in itertools.pairwise(w)]
     assert sum(turns) > 0.8 * len(turns)

@@ -44,6 +44,7 @@ def letters(prompts, responses): return "1" * len(prompts)
 def several(prompts, responses): return {float(i) for i in range(len(prompts))}
 def escape(prompts, responses): raise ValueError("\\x1b[31m\\n")
 def words(prompts, responses): return ["good"] * len(prompts)
+def nested(prompts, responses): return fails(prompts, responses)
 number = 7
 """
 
@@ -279,6 +280,7 @@ FILE_CASES = [
     ("ppo", "--resume", rows("prompts", {"prompt": "What?"}), ["data or vocabulary have changed"]),
     ("sft", "--resume", rows("sft", GOOD), ["data or vocabulary have changed"]),
     ("rm", "--resume", rows("pref", PAIR, split="val"), ["data or vocabulary have changed"]),
+    ("sft", "--resume", rows("sft", GOOD, split="val"), ["data or vocabulary have changed"]),
     ("rm", "--resume", remove("rm.pt"), ["rm.pt is gone; --overwrite makes it again"]),
     ("rm", "--resume", trained_again("sft"), ["sft.pt has been made again since"]),
     ("ppo", "--resume", trained_again("rm"), ["rm.pt has been made again since", "--overwrite"]),
@@ -294,6 +296,7 @@ REWARD_CASES = [
     ("badrewards:number", ["number is no function"]),
     ("badrewards:few --separate_critic", ["--separate_critic starts from the reward model"]),
     ("badrewards:fails", ["--reward: ZeroDivisionError: no words (", "badrewards.py, line 2)"]),
+    ("badrewards:nested", ["ZeroDivisionError: no words (", "badrewards.py, line 2)"]),
     ("badrewards:late", ["KeyError: 'missing'", "line 3"]),
     ("badrewards:square", ["8 responses should get a list of 8 numbers", "torch.Size([8, 2])"]),
     ("badrewards:few", ["8 numbers from -1,000,000 to 1,000,000, got 1"]),
@@ -429,6 +432,13 @@ def test_flags_are_the_fields_of_dataclasses():
     for wrong in (["--size", "0"], ["--size", "9"], ["--share", "-0.1"], ["--calm"], ["--no_loud"]):
         with pytest.raises(UserError, match=r"\(-h explains the flags\)"):
             read(*wrong)
+
+
+@pytest.mark.parametrize("flag", ["vocab_size", "context", "layers", "heads", "channels"])
+def test_a_model_that_is_read_brings_its_shape(flag, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["x", "--init", "gpt2", f"--{flag}", "300"])
+    with pytest.raises(UserError, match=f"--{flag} has no effect with --init"):
+        read_flags("Text.", GPTConfig(), train_sft.InitConfig())
 
 
 SCRIPTS = {

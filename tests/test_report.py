@@ -56,7 +56,7 @@ def test_the_optimal_objective_is_that_of_the_optimum_and_no_policy_has_more(see
 
 def test_far_from_the_spread_of_the_scores_the_optimum_is_the_mean_or_the_best_answer():
     scores = f64([[1.0, 2.0, 6.0]])
-    assert optimal_objective(scores, 1e6).item() == pytest.approx(3.0, abs=1e-4)
+    assert optimal_objective(scores.float(), 1e6).item() == pytest.approx(3.0, abs=1e-4)
     assert optimal_objective(scores, 1e-3).item() == pytest.approx(6.0, abs=2e-3)
     assert optimum({"score": f64([[0, 9]])}, 1e-3)["kl"] == pytest.approx(math.log(2))
 
@@ -309,6 +309,7 @@ def test_each_figure_is_that_of_its_answers_weighted_where_the_prompts_are_few(
 
 def test_fewer_prompts_are_drawn_at_random_where_there_is_no_judge(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "add_truth", lambda *_: None)
+    assert report.PROMPTS == (1024, 128) and report.OPTIMUM_SAMPLES == 192  # as the texts say
     monkeypatch.setattr(report, "PROMPTS", (9, 5))
     for judge, count in ((None, 5), (lambda *_: 0.0, 9)):
         answers = []
@@ -375,13 +376,21 @@ def test_without_beta_there_is_no_optimality_and_one_kind_of_prompts_is_not_told
 
 def test_a_judge_grades_answers_to_their_prompts_and_samples_hold_both(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "add_truth", lambda *_: None)
-    got, _ = made(tmp_path, judge=lambda prompt, response: len(prompt) + 10.0 * len(response))
+    answers = []
+    got, _ = made(
+        tmp_path,
+        judge=lambda prompt, response: len(prompt) + 10.0 * len(response),
+        answers=answers,
+    )
     for kind in ("sft", "ppo", "ppo_unseen"):
         row = got[kind]  # an end token has no text
         length = row["response_length"] - row["eos_rate"]
         assert row["judge"] == pytest.approx(2 + 10 * length, rel=1e-5)
     assert {"judge", "score"} <= got["best_of_n"]["4"].keys() and "judge" in got["optimum"][0]
-    for row in got["samples"]:
+    (_, before, before_texts), _, (_, after, after_texts), _ = answers
+    for i, row in enumerate(got["samples"]):  # the first of four answers to each prompt
+        assert (row["sft"], row["ppo"]) == (before_texts[4 * i], after_texts[4 * i])
+        assert row["sft_score"] == before["score"][i, 0] and row["score"] == after["score"][i, 0]
         assert row["judge"] == 2 + 10 * len(row["ppo"]) and row["sft_judge"] == 2 + 10 * len(
             row["sft"]
         )

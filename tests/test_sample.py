@@ -10,7 +10,7 @@ from minippo import GPT, GPTConfig
 from plumbing import fast
 from plumbing.checkpoints import save_checkpoint
 from plumbing.tokenizer import Tokenizer
-from sample import draw_top_k
+from sample import SampleConfig, draw_top_k
 from tiny import stir
 
 
@@ -36,6 +36,7 @@ def test_the_likeliest_tokens_alone_are_drawn_if_asked_for():
 
 def test_the_flags_of_the_sampler_reach_it(policy, monkeypatch):
     asked, generate = [], fast.generate
+    assert SampleConfig() == SampleConfig(1, 1.0, 0, 64, 0, whole=False)
 
     def watched(policy, *rest):
         asked[:] = *rest, torch.initial_seed(), fast.OPTIONS["installed"], policy.training

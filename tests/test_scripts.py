@@ -708,6 +708,8 @@ def test_each_script_says_what_it_does_and_what_came_of_it(fitted, begun, tmp_pa
         status, said[kind], _ = stage(kind, begun / "data", tmp_path)
     own = ["--data", begun / "data", "--out", tmp_path, *PPO, "--report_prompts", 2]
     status, said["ppo"], _ = run("train_ppo.py", *own)
+    assert "ppo.pt; now the report" in said["ppo"]
+    assert "ppo.pt\n" in ppo(begun, tmp_path / "without_report")[1]
     lines = {kind: text.splitlines() for kind, text in said.items()}
     assert re.fullmatch(r"training a GPT of 0\.01 M parameters on cpu: 20 rows", lines["sft"][3])
     assert re.fullmatch(
@@ -728,7 +730,7 @@ def test_each_script_says_what_it_does_and_what_came_of_it(fitted, begun, tmp_pa
     assert "training on cpu: 20 prompts" in lines["ppo"]
     assert re.fullmatch("seconds: sft 0, rm 0, ppo [0-9]+, report [0-9]+", lines["ppo"][-2])
     assert lines["ppo"][-1] == f"open {tmp_path / 'report.html'} in a browser to see the run"
-    names = {path.name for path in tmp_path.iterdir() if path.name != ".lock"}
+    names = {path.name for path in tmp_path.iterdir() if path.name != ".lock"} - {"without_report"}
     made = {f"{kind}{end}" for kind in said for end in (".pt", ".jsonl", "_state.pt")}
     assert names == made | {"ppo_traces.jsonl", "report.json", "report.html"}
     common = {"step", "loss", "lr", "grad_norm", "tokens_per_second", "seconds"}
@@ -829,15 +831,25 @@ def test_the_scores_of_answers_to_prompts_spread_over_all_get_mean_0_and_spread_
 def test_the_model_of_the_lowest_validation_loss_is_saved(
     begun, short, tmp_path, monkeypatch, kind
 ):
-    """The fifth validation gets a worse loss than the third; the last line is about the whole."""
+    """The fifth validation gets a worse loss than the third; the last one, which the last line is
+    about, is on all rows."""
     script, losses, seen = (
         {"sft": train_sft, "rm": train_rm}[kind],
         iter([3, 2, 1, 2, 2, 2, 2.5]),
         [],
     )
-    validate = script.validate
+    validate, end_step, counts, tokens = script.validate, state.State.end_step, [], []
+
+    def watched_end(it, metrics, count, show):
+        tokens.append(count)
+        end_step(it, metrics, count, show)
+
+    monkeypatch.setattr(state.State, "end_step", watched_end)
+    monkeypatch.setattr(script, "spread_over", lambda rows, n: rows[:3])
+    monkeypatch.setattr(script, "count_tokens", lambda batch: 100 * len(batch))
 
     def watched(model, rows, *rest):
+        counts.append(len(rows))
         seen.append({name: x.clone() for name, x in model.state_dict().items()})
         return validate(model, rows, *rest) | {"val_loss": float(next(losses))}
 
@@ -859,6 +871,7 @@ def test_the_model_of_the_lowest_validation_loss_is_saved(
     script.main()
     saved = torch.load(folder / f"{kind}.pt")
     assert len(seen) == 7 and saved["facts"]["val_loss"] == 2.5  # after 1, 2, 3, 5, 8, 9 steps
+    assert counts[:6] == [3] * 6 and counts[6] > 3 and tokens == [800] * 9
     assert not (folder / f"{kind}_best.pt").exists()
     for name, x in saved_weights(folder / f"{kind}.pt").items():
         assert torch.equal(x, seen[2][name]) and torch.equal(x, seen[6][name])

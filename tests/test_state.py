@@ -115,6 +115,8 @@ def test_a_loss_that_fell_by_15_percent_in_the_second_half_is_warned_of(losses, 
     assert schedule.ending().startswith(says) and "step 600, " in schedule.ending()
     schedule = train([*losses, losses[-1] + 1], 600)[0]  # it has risen at the end
     assert schedule.ending().startswith("all 600 steps") and "step 570, " in schedule.ending()
+    schedule = train([9, 8, 7, 6, 5, 4.7, 4.3], 506)[0]  # of which 253 is exactly the half
+    assert schedule.ending().startswith("all 506 steps")
     for losses, steps, best in (([9], 30, 30), ([1, 9, 9, 9, 9], 200, 50), ([9, 9, 8], 112, 112)):
         ending = train(losses, steps)[0].ending()  # not known, long ago, or too little
         assert ending.startswith(f"all {steps} steps of --max_steps") and f"step {best}, " in ending
@@ -445,6 +447,7 @@ def test_tensorboard_gets_each_number_at_its_step_and_time_and_old_ones_again(
     added.clear()
     timed(begin(tmp_path, 3, resume=True, tensorboard=True)[0], clock, [2])
     assert [x[:3] for x in added[::3]] == [("loss", 0.5, 1), ("loss", 0.5, 2), ("loss", 0.5, 3)]
+    assert added[3][3] - added[0][3] == 2.0  # seconds, as when they were computed
 
 
 def test_a_missing_tensorboard_is_said(monkeypatch):

@@ -268,6 +268,9 @@ def test_pairs_alone_are_enough(tmp_path, capsys):
     prompts = [read_rows(tmp_path / "sft", "prompts", split) for split in ("train", "val")]
     assert sorted(sum(prompts, [])) == [("a",), ("b",)]
     assert "prompts of sft_train.jsonl serve" in capsys.readouterr().out
+    write_rows(tmp_path / "sft", pref_train=[(f"p{i % 200}", "x", "y") for i in range(400)])
+    read_rows(tmp_path / "sft", "prompts", "train")
+    assert "prompts of pref_train.jsonl serve" in capsys.readouterr().out
     write_rows(tmp_path, sft_val=[("x", "y")])
     assert read_rows(tmp_path, "sft", "val") == [("x", "y")]
     assert read_rows(tmp_path, "sft", "train") == [row[:2] for row in pairs["train"]]

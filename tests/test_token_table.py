@@ -7,6 +7,7 @@ import torch
 
 from cli import run
 from minippo import GPT, GPTConfig, RewardModel, evaluate_actions, gae, generate, whiten
+from plumbing import token_table
 from plumbing.checkpoints import save_checkpoint
 from plumbing.token_table import (
     TraceConfig,
@@ -92,7 +93,7 @@ def test_the_others_are_the_likeliest_tokens_that_were_not_chosen(folder, capsys
                 assert line[start:].startswith(said) and line[start + len(said) :][:1] in ("", " ")
 
 
-def test_a_trace_changes_no_response_and_what_is_missing_is_named(folder, tmp_path):
+def test_a_trace_changes_no_response_and_what_is_missing_is_named(folder, tmp_path, monkeypatch):
     path = tmp_path / "ppo.pt"
     path.write_bytes((folder / "sft.pt").read_bytes())
     flags = [path, PROMPT, "--n", 2, "--seed", 3]
@@ -101,6 +102,11 @@ def test_a_trace_changes_no_response_and_what_is_missing_is_named(folder, tmp_pa
     assert lines == run("sample.py", *flags)[1].splitlines()
     assert traced.count("likeliest others, policy") == 2
     assert traced.count("KL 0.00  beta 0.1\n") == 2 and "-0.00" not in traced
+    shown = []
+    with monkeypatch.context() as patch:
+        patch.setattr(token_table, "print_others", lambda *args: shown.append(args[-1]))
+        cold = run("sample.py", *flags, "--trace", "--models", folder, "--temperature", 0.5)[1]
+    assert shown == [0.5] * 2 and cold.count("KL 0.00  beta 0.1\n") == 2  # so is log ref
     dear = run("sample.py", folder / "ppo.pt", PROMPT, "--trace", "--kl_coef", 2)[1]
     score, kl = map(float, re.search(r"score (\S+)  KL (\S+)  beta 2\n", dear).groups())
     lines = dear.split("whitened\n")[1].split("        action")[0].splitlines()

@@ -14,6 +14,7 @@ import random
 import re
 import shutil
 import signal
+import sys
 from dataclasses import fields, replace
 from functools import partial
 from types import SimpleNamespace
@@ -474,7 +475,7 @@ def small_models(folder, seed=0):
 
 
 def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("\n".join(map(json.dumps, rows)))  # no line break ends the file
 
 
 @pytest.fixture(scope="module")
@@ -575,6 +576,7 @@ def test_flags_without_effect_are_refused_and_help_shows_the_others(script):
         ("rloo", ["--k", 1], "--k 1: should be between 2"),
         ("best_of_n", ["--n", 3], "should be a multiple of 3"),
         ("grpo", ["--k", 3], "should be a multiple of 3"),
+        ("grpo", ["--k", 1], "--k 1: should be between 2"),
         ("reinforce", ["--credit", "both"], "should be total or to_go"),
         ("reinforce", ["--baseline", "--lam", 0.5], "no effect"),
         ("dpo", ["--kl_coef", 0], "--kl_coef 0"),
@@ -629,6 +631,46 @@ def test_dpo_prefers_what_is_chosen_in_the_data(models, tmp_path):
     after, before = (evaluate_actions(x, tokens, mask)[0].sum(1) for x in (policy, sft))
     chosen, rejected = (after - before).view(-1, 2).unbind(1)
     assert (chosen > rejected).float().mean() > 0.9
+
+
+def test_the_flags_of_dpo_reach_what_they_are_for(models, tmp_path, monkeypatch):
+    rows, read_states = [], fast.read_states
+
+    def watched(trunk, tokens, *rest):
+        rows.append(len(tokens))
+        return read_states(trunk, tokens, *rest)
+
+    def dpo_run(name, *flags):
+        assert start("dpo", models, tmp_path / name, "--no_report", *flags)[0] == 0
+        return metrics(tmp_path / name / "ppo.jsonl")
+
+    monkeypatch.setattr(fast, "read_states", watched)
+    first = dpo_run("a", "--warmup", 1, "--steps", 3, "--micro_batch", 2)
+    assert [row["lr"] for row in first] == pytest.approx([0.005, 0.01, 0.005])
+    assert max(rows) == 4  # two pairs; the responses of the log are three
+    assert dpo_run("b")[-1]["loss"] != dpo_run("c", "--seed", 1)[-1]["loss"]
+    trained = tmp_path / "a" / "ppo.pt"
+    for flag, starts_there in (("--policy", True), ("--reference", False)):
+        dpo_run(flag, flag, trained, "--lr", 0)
+        assert same_weights(trained, tmp_path / flag / "ppo.pt") == starts_there
+
+
+def test_dpo_does_not_go_on_with_other_pairs_or_models(models, tmp_path):
+    here = shutil.copytree(models, tmp_path / "models")
+    assert start("dpo", here, tmp_path / "out", "--no_report")[0] == 0
+    path = here / "data" / "pref_train.jsonl"
+    pairs = path.read_text()
+    path.write_text(pairs.replace("No idea", "No", 1))
+    for says in ("data or vocabulary have changed", "has been made again"):
+        status, _, error = start("dpo", here, tmp_path / "out", "--no_report", "--resume")
+        assert status == 2 and says in error
+        path.write_text(pairs)
+        model, tokenizer, facts = load_checkpoint(here / "sft.pt", ["sft"])
+        save_checkpoint(here / "sft.pt", "sft", model, tokenizer, **facts | {"val_loss": 2.5})
+
+
+def test_groups_have_four_responses_unless_told_otherwise():
+    assert rloo.RLOOConfig().k == grpo.GRPOConfig().k == best_of_n.BestConfig().n == 4
 
 
 # Around the algorithm
@@ -697,6 +739,7 @@ def test_the_members_of_an_ensemble_have_seeds_of_their_own(models, tmp_path, st
     assert [(call["--seed"], call["--data"]) for _, call, _ in started] == [
         (seed, str(models / "data")) for seed in (1, 2)
     ]
+    assert all("--resume" in words for *_, words in started)
     assert not same_weights(tmp_path / "1" / "rm.pt", tmp_path / "2" / "rm.pt")
     assert run("variations/ensemble.py", *flags)[0] == 0 and len(started) == 2  # they stay
     (tmp_path / "1" / "sft.pt").write_bytes(b"of another run")
@@ -779,13 +822,14 @@ def test_a_new_pair_is_an_answer_of_the_policy_and_one_of_the_sft_model(
     def respond(model, ref, score, prompts, n, tokenizer, config):
         assert model is ref and n == 1 and (config.max_new_tokens, config.temperature) == (7, 0.8)
         assert score(torch.ones(2, 4), torch.ones(2, 3)).tolist() == [0, 0]
+        assert torch.initial_seed() == 3
         asked.append([tokenizer.decode(prompt) for prompt in prompts])
         name = "sft" if torch.equal(weights(model), sft) else "ppo"
         return None, [f"{name} {i}" if i % 3 else "the same" for i in range(len(prompts))]
 
     monkeypatch.setattr(iterate, "respond", respond)
     monkeypatch.setattr(iterate, "label", lambda rng, prompt, a, b: (prompt, a, b))
-    rows = iterate.new_pairs(tmp_path, prompts := [*zoo.PROMPTS][:20], 12, 0)
+    rows = iterate.new_pairs(tmp_path, prompts := [*zoo.PROMPTS][:20], 12, 3)
     assert asked[0] == asked[1] and set(asked[0]) <= set(prompts)
     assert rows == [(asked[0][i], f"ppo {i}", f"sft {i}") for i in range(12) if i % 3]
 
@@ -857,7 +901,7 @@ def test_trl_gets_the_options_that_mean_what_ours_do(outgrow, tmp_path, monkeypa
             train(processes, k=k)
 
 
-def test_what_trl_has_trained_is_graded_by_our_report(outgrow, models, tmp_path):
+def test_what_trl_has_trained_is_graded_by_our_report(outgrow, models, tmp_path, monkeypatch):
     folders = ["--data", models / "data", "--models", models, "--out", tmp_path]
     flags = [*folders, *PPO, "--k", 2, "--report_prompts", 2]
     status, printed, error = run("variations/outgrow.py", *flags)
@@ -870,4 +914,20 @@ def test_what_trl_has_trained_is_graded_by_our_report(outgrow, models, tmp_path)
     for more, says in ((["--reference", "x.pt"], "no effect"), ([], "ppo.pt: is there")):
         status, _, error = run("variations/outgrow.py", *flags, *more)
         assert status == 2 and says in error
-    assert run("variations/outgrow.py", *flags, "--overwrite")[0] == 0
+    (tmp_path / "report.json").unlink()
+    assert run("variations/outgrow.py", *flags[:-2], "--overwrite", "--no_report")[0] == 0
+    assert not (tmp_path / "report.json").exists()
+    data, asked = shutil.copytree(models / "data", tmp_path / "data"), []
+    write_rows(data / "prompts_val.jsonl", [{"prompt": "Why?"}])
+    monkeypatch.setattr("plumbing.report.make_report", lambda *x: asked.extend(x) or sys.exit(9))
+    folders = ["--data", data, "--models", models, "--out", tmp_path / "again"]
+    assert run("variations/outgrow.py", *folders, *flags[6:])[0] == 9
+    tokenizer = load_checkpoint(models / "sft.pt", ["sft"])[1]
+    assert len(asked[1]) == 20 and asked[2] == [tokenizer.encode("Why?")]
+
+
+def test_flags_that_trl_does_not_read_are_refused(outgrow):
+    flags = "ref_update_every policy reference reward length_penalty dtype micro_batch"
+    for flag in f"{flags} grad_checkpoint resume save_every tensorboard clip_eps".split():
+        status, _, error = run("variations/outgrow.py", "-h", f"--{flag}=1")
+        assert (status == 2 and "no effect" in error) == (flag != "clip_eps"), flag

@@ -15,6 +15,12 @@ from plumbing.tokenizer import Tokenizer
 from tiny import tiny_gpt
 
 
+def test_a_minibatch_of_a_single_response_is_the_smallest():
+    watch.check_settings(PPOConfig(minibatches=8), train_ppo.StageConfig(batch_size=8))
+    with pytest.raises(UserError, match="--minibatches 9: more than --batch_size 8"):
+        watch.check_settings(PPOConfig(minibatches=9), train_ppo.StageConfig(batch_size=8))
+
+
 def test_prompts_without_room_and_another_length_of_answers_are_warned_of(capsys):
     models = SimpleNamespace(policy=tiny_gpt(), facts={"rm": {"max_new_tokens": 5}})
     prompts = [[1] * n for n in range(8, 15)]  # the context is 16
@@ -53,12 +59,14 @@ def test_a_reward_model_no_better_than_chance_is_warned_of(capsys, accuracy, pai
     assert len(lines) == len(warned) and all(map(str.__contains__, lines, warned))
 
 
-def checked(off=0.0, place="sampler", dtype="float32", score=None, **flags):
+def checked(
+    off=0.0, place="sampler", dtype="float32", score=None, kl_coef=0.1, prompts=32, **flags
+):
     """check_start() with a sampler or a reference whose log-probabilities are off by so much."""
     policy, stage = tiny_gpt(), train_ppo.StageConfig(batch_size=16, **flags)
     ref, evaluate, sizes = minippo.frozen_copy(policy), watch.evaluate_actions, []
     score = score or (lambda tokens, mask: torch.linspace(-2, 2, len(mask)))
-    config = PPOConfig(max_new_tokens=6, temperature=0.7, missing_eos_penalty=0.0)
+    config = PPOConfig(6, 0.7, missing_eos_penalty=0.0, kl_coef=kl_coef)
 
     def shifted(logprobs):
         logprobs[-1, logprobs[-1] != 0] += off  # of one response alone
@@ -77,7 +85,8 @@ def checked(off=0.0, place="sampler", dtype="float32", score=None, **flags):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(watch, "generate", sampler)
         patch.setattr(watch, "evaluate_actions", scorer)
-        watch.check_start(policy, ref, score, [[1], [2, 3]] * 16, config, stage, dtype)
+        prompts = ([[1], [2, 3]] * 16)[:prompts]
+        watch.check_start(policy, ref, score, prompts, config, stage, dtype)
     return sizes
 
 
@@ -112,8 +121,13 @@ def test_in_bfloat16_the_mean_of_the_ratio_counts(capsys):
     "scale, warned", [(0.01, True), (0.02, False), (15.0, False), (20.0, True)]
 )
 def test_scores_of_another_scale_than_beta_are_noticed(capsys, scale, warned):
-    checked(score=lambda tokens, mask: scale * torch.linspace(-2, 2, len(mask)))  # spread 1.23
+    def score(tokens, mask):
+        return scale * torch.linspace(-2, 2, len(mask))  # spread 1.23
+
+    checked(score=score)
     assert ("standard deviation of the first scores is" in capsys.readouterr().out) == warned
+    checked(score=score, kl_coef=0.0), checked(score=score, prompts=1)  # nothing to compare
+    assert "standard deviation" not in capsys.readouterr().out
 
 
 def rollout_with_kl(kl):
@@ -157,7 +171,7 @@ def test_a_kl_below_0_and_responses_that_go_astray_are_warned_of(capsys, kl, say
 def test_the_watch_logs_an_iteration_shows_responses_and_writes_the_page(
     tmp_path, monkeypatch, capsys
 ):
-    written, ended, clock = [], [], iter([0.0, 59.0, 61.0, 61.0, 100.0, 101.0])
+    written, ended, clock = [], [], iter([0.0, 59.0, 61.0, 61.0, 100.0, 122.0, 122.0])
     made, recorded, recorder = [], [], SimpleNamespace(record=lambda *x: recorded.append(x))
     run_config = SimpleNamespace(out=tmp_path, data="zoo")
     it = SimpleNamespace(run=run_config, settings={"lr": 1}, values={}, step=3, log=1)
@@ -184,5 +198,11 @@ def test_the_watch_logs_an_iteration_shows_responses_and_writes_the_page(
     assert [x[0].keys() for x in ended] == [{"kl"}, {"kl", "passes"}, {"kl", "passes"}]
     assert ended[0][1:] == (8, ["score", "kl", "entropy", "eos_rate"])
     assert recorded[0] == ("pi", "ref", batch, {"kl": 2.0}, "config") and len(recorded) == 3
+
+    def fail(*paths):
+        raise UserError("the disk is full")
+
+    monkeypatch.setattr(watch, "write_page", fail)
     watching.end_step(rollout_with_kl([1.0] * 16 + [99.0]), {"passes": [{}]}, 0.25)
-    assert "1 of 17 responses went astray" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "1 of 17 responses went astray" in said and "warning: the disk is full\n" in said
