@@ -1,9 +1,11 @@
 """What bench/ computes from runs, and what it writes. Run: python -m pytest tests/test_bench.py"""
 
+import dataclasses
 import json
 import math
 import shutil
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,14 +13,17 @@ import torch
 import torch.nn.functional as F
 
 import train_ppo
-from bench import accident, pictures, real, results, speed, tables, trl_ppo
+from bench import accident, gpu, memory, pictures, real, results, speed, tables, trl_ppo
 from cli import PPO, run, same_weights, write_data, write_models
 from minippo import PPOConfig
+from plumbing import hf
 from plumbing.checkpoints import load_checkpoint, save_checkpoint
 from plumbing.errors import UserError
+from plumbing.settings import RunConfig
 from tiny import marks, tiny_gpt, weights
 
 TINY = dict(zip(speed.SHAPE, (11, 9, 1, 2, 8))) | {"batch": 4, "prompt": (2, 4), "new": 2}
+STAGES = ("sft", "rm", "ppo")
 
 
 def test_the_error_of_a_mean_is_the_deviation_over_n_less_1_by_the_root_of_n():
@@ -27,14 +32,15 @@ def test_the_error_of_a_mean_is_the_deviation_over_n_less_1_by_the_root_of_n():
 
 
 def test_runs_are_compared_seed_by_seed_where_they_start_from_the_same_models(monkeypatch):
-    known = {"default": [0.1, 0.5, 0.9], "a": [0.2, 0.7], "a quarter": [0.0], "stopped": [1.0]}
+    known = {"default": [0.1, 0.5, 0.9], "a": [0.2, 0.7], "a quarter": [0.0]}
+    known |= {"stopped": [1.0], "failed": [1.0]}
 
     class Run:
         def __init__(self, name, share):
             self.name, self.share = name, share
 
         def status(self):
-            return None if self.name == "stopped" else 0
+            return {"stopped": None, "failed": 2}.get(self.name, 0)
 
     def measured(job, models, seed):
         assert models == results.models_of(job.name, seed) and known[job.name][seed] == job.share
@@ -175,6 +181,25 @@ def test_the_ruler_is_score_less_beta_kl_from_the_sft_model_to_the_best_policy(m
     assert stick.ask("policy", 2)[0]["judge"].tolist() == [[1, 1], [1, 0]]
 
 
+def test_the_ruler_asks_the_sft_model_many_times_and_draws_with_the_seed(
+    small_run, tmp_path, monkeypatch
+):
+    asked = []
+
+    def respond(policy, ref, score, prompts, n, *rest):
+        asked.append((policy is ref, len(prompts), n, torch.initial_seed()))
+        return {}, ["a"] * len(prompts) * n
+
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    monkeypatch.setattr(results, "judge", lambda question, text: 1.0)
+    monkeypatch.setattr(results, "respond", respond)
+    (tmp_path / "data").rename(tmp_path / "zoo")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "zoo").rename(tmp_path / "data" / "zoo")
+    results.Yardstick(tmp_path, 7)
+    assert asked == [(True, 10, 192, 7)]  # all of the prompts: there are fewer than 128
+
+
 def test_the_limits_of_any_policy_are_means_over_seeds():
     class Stick:
         def __init__(self, score):
@@ -193,6 +218,54 @@ def test_a_goal_is_reached_on_the_line_between_two_policies_that_were_kept():
     curve = [[10.0, 0.5], [20.0, 0.9], [30.0, 0.8]]
     assert results.seconds_to(0.25, curve) == 5 and results.seconds_to(0.6, curve) == 12.5
     assert results.seconds_to(0.9, curve) == 20 and results.seconds_to(0.95, curve) is None
+
+
+def test_the_seeds_have_models_and_a_run_of_their_own_and_a_curve(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "RUNS", tmp_path)
+    monkeypatch.setattr(results, "run", lambda jobs, workers: started.extend(jobs))
+    monkeypatch.setattr(results, "yardstick", lambda *given: given)
+    monkeypatch.setattr(results, "limits_of", lambda sticks: {"sticks": sticks})
+    monkeypatch.setattr(results, "read_report", lambda out: out.name)
+    row = dict.fromkeys(pictures.CURVES, 0.0)
+    monkeypatch.setattr(
+        results, "judged_log", lambda out: [row | {"kl": i + int(out.name)} for i in range(450)]
+    )
+    started = []
+    found = results.seeds(2)
+    scripts = ["train_sft.py"] * 10 + ["train_rm.py"] * 10 + ["-m"] * 10
+    assert [job.words[0] for job in started] == scripts
+    assert [job.out for job in started[:20]] == [
+        results.folder("models", i % 10) for i in range(20)
+    ]
+    assert [begins_with_models_of(job, i)["-m"] for i, job in enumerate(started[20:])] == [
+        "bench.results"
+    ] * 10
+    assert all(job.words[-1] == i % 10 for i, job in enumerate(started[:20]))
+    assert found["sticks"] == [(results.folder("models", i), i) for i in range(10)]
+    assert found["reports"] == {i: str(i) for i in range(10)}
+    assert [mean for mean, _ in found["curves"]["kl"]] == [4.5 + i for i in range(0, 450, 6)]
+    assert found["curves"]["kl"][0][1] == pytest.approx(math.sqrt(55 / 6))
+
+
+def test_the_judge_looks_on_and_the_run_is_that_of_the_script(small_run, tmp_path, monkeypatch):
+    lines = (tmp_path / "data" / "prompts_train.jsonl").read_text().splitlines()
+    prompts = {json.loads(line)["prompt"] for line in lines}
+    monkeypatch.setattr(results, "judge", lambda prompt, response: 2.0 * (prompt in prompts))
+    results.judged_ppo(small_run)
+    assert json.loads((tmp_path / "judge.json").read_text()) == [2.0] * 3
+    log, weights_of = results.read_lines(tmp_path / "ppo.jsonl"), tmp_path / "judged.pt"
+    shutil.copy(tmp_path / "ppo.pt", weights_of)
+    assert [row["judge"] for row in results.judged_log(tmp_path)] == [2.0] * 3
+    assert run("train_ppo.py", *small_run)[0] == 0 and len(log) == 3
+    assert same_weights(weights_of, tmp_path / "ppo.pt")
+
+
+def test_a_run_that_has_not_finished_is_said(tmp_path):
+    (tmp_path / "stops.py").write_text("raise SystemExit(1)")
+    (tmp_path / "fails.py").write_text("raise SystemExit(2)")
+    results.run([results.Job(tmp_path / "a", [tmp_path / "fails.py"])], 2)
+    with pytest.raises(SystemExit, match=r"not finished, log.txt says why: \S+/b; call again"):
+        results.run([results.Job(tmp_path / "b", [tmp_path / "stops.py"])], 2)
 
 
 @pytest.fixture
@@ -402,7 +475,15 @@ def test_an_iteration_is_timed_and_its_products_are_counted(monkeypatch):
     assert min(x["seconds"].values()) > 0 and len(x["seconds"]) == len(x["ratios"]) == 4
     assert x["ratios"]["update"] > 1 and x["ratios"]["iteration"] > 1
     work = speed.Workload(TINY)
-    work.iteration()
+    generate = speed.generate
+    monkeypatch.setattr(speed, "generate", lambda *x: time.sleep(0.5) or generate(*x))
+    times = work.iteration()
+    assert list(times) == ["rollout", "scoring", "update"] and times["rollout"] > 0.5
+    assert max(times["scoring"], times["update"]) < 0.5
+    assert speed.operations([(3, 2, 4, 5, 6)]) == 2 * 3 * 2 * 4 * 5 * 6
+    shapes = {(inner, columns) for *_, inner, columns in work.products()["rollout"]}
+    T = (sum(map(len, work.prompts)) + 4 * 2 - 4) // 4  # tokens read in a row
+    assert shapes == {(8, 24), (8, 8), (8, 32), (32, 8), (4, T), (T, 4), (8, 11)}
     counts = {phase: speed.operations(x) for phase, x in work.products().items()}
     passes = 3 * work.config.epochs  # forward, and a gradient for either factor
     assert counts["update"] == pytest.approx(passes * counts["rollout"], rel=0.05)
@@ -414,13 +495,85 @@ def test_the_step_of_nanogpt_is_timed_beside_ours(tmp_path):
         "import time, types, torch\n"
         "GPTConfig = lambda *x, **y: None\n"
         "class GPT(torch.nn.Linear):\n"
-        "    def __init__(self, config): super().__init__(1, 1)\n"
+        "    def __init__(self, config):\n"
+        "        super().__init__(1, 1)\n"
+        "        self.gelu = torch.nn.GELU()\n"
         "    def forward(self, x, y):\n"
-        "        time.sleep(0.2)\n"
+        "        time.sleep(0.6 if self.gelu.approximate == 'tanh' else 0.2)\n"
         "        return None, super().forward(torch.ones(1)).sum()\n"
     )
     found = speed.beside_nanogpt(tmp_path, TINY, rounds=1)
-    assert max(found["ratios"]) < 0.5 and found["seconds"][0] > 0.2 > found["seconds"][2]
+    exact, tanh, ours = found["seconds"]
+    assert tanh > 0.6 > exact > 0.2 > ours and found["ratios"] == [ours / exact, ours / tanh]
+
+
+def test_what_is_tried_without_a_gpu_is_not_kept(monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(tables, "keep", lambda _: pytest.fail("kept"))
+    status, printed, error = run("bench/gpu.py", "--try")
+    assert (status, error) == (0, "") and "CPU: " in printed and "256 prompts, " in printed
+    monkeypatch.setattr(gpu, "seconds_of", lambda function, repeats: 2.0)
+    assert gpu.matrix_rate("cpu", 8) == 8**3
+
+
+def test_ppo_of_trl_gets_the_options_that_mean_what_ours_do(tmp_path, monkeypatch):
+    pytest.importorskip("trl")
+    made, log = [], [{"objective/scores": 1.0, "objective/kl": 2.0, "episode": 64, "eps": 8.0}]
+
+    class Trainer:
+        state = SimpleNamespace(log_history=log)
+
+        def __init__(self, *arguments, eval_dataset):
+            made[:] = arguments
+
+        def __getattr__(self, name):
+            return lambda *_: None
+
+    monkeypatch.setattr("trl.experimental.ppo.PPOTrainer", Trainer)
+    write_data(tmp_path / "data")
+    write_models(tmp_path)
+    tokenizer = load_checkpoint(tmp_path / "sft.pt", ["sft"])[1]
+    for kind in ("sft", "rm"):
+        hf.export(tmp_path / f"{kind}.pt", tmp_path / kind)
+    config = PPOConfig(9, 0.8, missing_eos_penalty=0.5, kl_coef=0.2, gamma=0.9, lam=0.7, epochs=2)
+    config = dataclasses.replace(
+        config, minibatches=4, max_grad_norm=0.65, clip_eps=0.3, value_clip=0.4, vf_coef=0.6
+    )
+    stage = train_ppo.StageConfig(steps=7, batch_size=32, lr=0.03, warmup=3, adam_eps=0.02)
+    settings = RunConfig(out=tmp_path, device="cpu", seed=6)
+    trl_ppo.train(settings, config, stage, None, [[1], [2]], tokenizer, 1)
+    expected = {
+        **{"per_device_train_batch_size": 32, "num_mini_batches": 4, "num_ppo_epochs": 2},
+        **{"total_episodes": 7 * 32, "learning_rate": 0.03, "warmup_steps": 3, "seed": 6},
+        **{"max_grad_norm": 0.65, "adam_beta2": 0.95, "adam_epsilon": 0.02},
+        **{"gamma": 0.9, "lam": 0.7, "kl_coef": 0.2, "missing_eos_penalty": 0.5},
+        **{"cliprange": 0.3, "cliprange_value": 0.4, "vf_coef": 0.6, "temperature": 0.8},
+        **{"response_length": 9, "local_rollout_forward_batch_size": 32},
+        **{"whiten_rewards": False, "bf16": False, "gradient_checkpointing": False},
+    }
+    assert {name: getattr(made[0], name) for name in expected} == expected
+    assert made[0].stop_token_id in (None, tokenizer.eos) and made[1].padding_side == "left"
+    cap = made[4].config.score_cap
+    made[4].score.head = torch.nn.Identity()
+    assert made[4].score(torch.tensor([cap - 1, cap + 1])).tolist() == [cap - 1, cap]
+    (row,) = results.read_lines(tmp_path / "ppo.jsonl")
+    assert row == {"score": 1.0, "kl": 2.0, "seconds": 8.0}
+
+
+def test_the_memory_of_stage_2_is_of_pairs_and_two_models():
+    needs = {stage: memory.needed(2, 8, rows=3, prompt=5, new=7, stage=stage) for stage in STAGES}
+    size = 4 * memory.parameters(2, 8)
+    models = [
+        [x[name] for name in ("reference", "reward model", "SFT model")] for x in needs.values()
+    ]
+    assert models == [[0, 0, 0], [0, 0, size], [size, size, 0]]
+    tokens = {"sft": 3 * 12, "rm": 3 * 5 + 6 * 7, "ppo": 3 * 12}
+    assert {stage: x["activations"] for stage, x in needs.items()} == {
+        stage: 2 * 4 * n * 17 * 8 for stage, n in tokens.items()
+    }
+    assert needs["rm"]["logits"] == 0 < needs["sft"]["logits"] == needs["ppo"]["logits"]
+    tied = 4 * memory.VOCABULARY * 8
+    assert [x["tied embedding"] for x in needs.values()] == [3 * tied, tied, 3 * tied]
 
 
 def test_a_third_of_the_reviews_is_nowhere_in_the_training_data(tmp_path):
@@ -457,8 +610,19 @@ def test_each_model_is_judged_by_the_classifier_on_openings_of_the_validation_fi
     ran, judged, seen = [], real.judged, {}
     monkeypatch.setattr(real, "run", lambda *words: ran.append(words))
     monkeypatch.setattr(real, "judged", lambda *given: seen.update(zip("mpol", given)))
-    found = real.compare(tmp_path / "data", tmp_path, ["a"], ["b", "c"])["classifier"]
-    assert found["reviews"] == 3 and found["of"] == 20
+    pairs = real.rows_of(tmp_path / "data" / "pref_val.jsonl")
+    texts = [[row["prompt"] + row[side] for row in pairs] for side in ("chosen", "rejected")]
+    found = real.compare(tmp_path / "data", tmp_path, texts[0], texts[1][:9])["classifier"]
+    assert found["reviews"] == 19 and found["of"] == 20
+    log_odds = real.naive_bayes(texts[0], texts[1][:9])
+    signs = [sum(log_odds(text) > 0 for text in part) for part in texts]
+    assert found["right"] == signs[0] + 10 - signs[1] > 12
+    trained = {name: tmp_path / name / "ppo.pt" for name in real.NEIGHBOURS}
+    assert seen["p"] == {"PPO": tmp_path / "ppo.pt"} | trained
+    for name, words in zip(real.NEIGHBOURS, ran):
+        given = dict(zip(words, words[1:]))
+        assert (given["--models"], given["--out"]) == (tmp_path, tmp_path / name)
+        assert given["--data"] == tmp_path / "data"
     assert [words[1] for words in ran] == ["variations.rloo", "variations.dpo"]
     rows = real.rows_of(tmp_path / "data" / "prompts_val.jsonl")
     assert seen["o"] == [row["prompt"] for row in rows] and seen["m"] == tmp_path
@@ -485,9 +649,10 @@ def test_the_pictures_are_drawn_from_results_json(tmp_path, monkeypatch):
     monkeypatch.setattr(pictures, "save", lambda drawing, name: shown.update({name: drawing.axes}))
     pictures.draw(known)
     lines = {name: [axis.lines for axis in axes] for name, axes in shown.items()}
-    paths = known["paths"]
+    paths, best = known["paths"], known["optimum"].values()
     kls, judged = zip(*((x["kl"], x["judge"]) for x in known["over_beta"]["PPO"].values()))
     for line, x, y in (
+        (lines["frontier"][1][0], [x["kl"][0] for x in best], [x["judge"][0] for x in best]),
         (lines["frontier"][1][2], paths["beta = 0.3"]["kl"], paths["beta = 0.3"]["judge"]),
         (lines["hacking"][0][2], paths["default"]["kl"], paths["default"]["judge"]),
         (lines["neighbours"][1][2], kls, judged),
@@ -495,6 +660,9 @@ def test_the_pictures_are_drawn_from_results_json(tmp_path, monkeypatch):
         (lines["curves"][0][0], range(1, 451, 6), [mean for mean, _ in known["curves"]["score"]]),
     ):
         assert [*line.get_xdata()] == [*x] and [*line.get_ydata()] == [*y]
+    gains = [max(x.get("gain", [0])[0], pictures.FAR) for x in known["neighbours"].values()]
+    forest = shown["neighbours"][2]
+    assert [line.get_xdata()[0] for line in forest.lines[: len(gains)]] == gains
     (band,) = shown["curves"][0].collections
     mean, spread = known["curves"]["score"][-1]
     heights = {round(y, 9) for x, y in band.get_paths()[0].vertices if x == 445}
