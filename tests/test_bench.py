@@ -532,7 +532,9 @@ def test_ppo_of_trl_gets_the_options_that_mean_what_ours_do(tmp_path, monkeypatc
     monkeypatch.setattr("trl.experimental.ppo.PPOTrainer", Trainer)
     write_data(tmp_path / "data")
     write_models(tmp_path)
-    tokenizer = load_checkpoint(tmp_path / "sft.pt", ["sft"])[1]
+    model, tokenizer, facts = load_checkpoint(tmp_path / "rm.pt", ["rm"])
+    model.cap.fill_(1.5)
+    save_checkpoint(tmp_path / "rm.pt", "rm", model, tokenizer, **facts)
     for kind in ("sft", "rm"):
         hf.export(tmp_path / f"{kind}.pt", tmp_path / kind)
     config = PPOConfig(9, 0.8, missing_eos_penalty=0.5, kl_coef=0.2, gamma=0.9, lam=0.7, epochs=2)
@@ -553,9 +555,8 @@ def test_ppo_of_trl_gets_the_options_that_mean_what_ours_do(tmp_path, monkeypatc
     }
     assert {name: getattr(made[0], name) for name in expected} == expected
     assert made[0].stop_token_id in (None, tokenizer.eos) and made[1].padding_side == "left"
-    cap = made[4].config.score_cap
     made[4].score.head = torch.nn.Identity()
-    assert made[4].score(torch.tensor([cap - 1, cap + 1])).tolist() == [cap - 1, cap]
+    assert made[4].score(torch.tensor([0.5, 2.5])).tolist() == [0.5, 1.5]
     (row,) = results.read_lines(tmp_path / "ppo.jsonl")
     assert row == {"score": 1.0, "kl": 2.0, "seconds": 8.0}
 

@@ -34,7 +34,7 @@ from minippo import (
     evaluate_actions,
     frozen_copy,
 )
-from plumbing import fast
+from plumbing import fast, training
 from plumbing.checkpoints import load_checkpoint, read_contents, save_checkpoint
 from plumbing.errors import UserError
 from plumbing.rows import load_jsonl, pad, pad_completions, read_ids
@@ -648,7 +648,12 @@ def test_the_flags_of_dpo_reach_what_they_are_for(models, tmp_path, monkeypatch)
     first = dpo_run("a", "--warmup", 1, "--steps", 3, "--micro_batch", 2)
     assert [row["lr"] for row in first] == pytest.approx([0.005, 0.01, 0.005])
     assert max(rows) == 4  # two pairs; the responses of the log are three
-    assert dpo_run("b")[-1]["loss"] != dpo_run("c", "--seed", 1)[-1]["loss"]
+    with monkeypatch.context() as patch:
+        batch_of, seeds = training.batch_of, []
+        record = lambda *given: seeds.append(given[-1]) or batch_of(*given)  # noqa: E731
+        patch.setattr(training, "batch_of", record)
+        dpo_run("b", "--seed", 5)
+    assert seeds == [5] * 4  # prompts and pairs of two iterations
     trained = tmp_path / "a" / "ppo.pt"
     for flag, starts_there in (("--policy", True), ("--reference", False)):
         dpo_run(flag, flag, trained, "--lr", 0)
