@@ -43,19 +43,6 @@ DATA_MUTANTS = [
         "data/zoo.py",
     ),
     Mutant(
-        "labels without noise",
-        [
-            (
-                "rng.random() >= sigmoid(judge(prompt, a) - judge(prompt, b))",
-                "judge(prompt, a) < judge(prompt, b)",
-            )
-        ],
-        "simulated preferences that are simply the larger score",
-        "the reward model's scale is lost: its gaps grow as long as it is trained",
-        ZOO + "labels_follow_the_bradley_terry_probability_and_the_two_answers_differ",
-        "data/zoo.py",
-    ),
-    Mutant(
         "drawn as if all texts were equally likely",
         [("rng.choices(texts, cum_weights=cumulative)", "rng.choices(texts)")],
         "weights that are computed and not passed on",
@@ -84,14 +71,6 @@ DATA_MUTANTS = [
         [("0.5 if gap == 0", "0.0 if gap == 0")],
         "accuracies that demand a strictly larger score",
         "the ceiling lies below what a good reward model reaches",
-        ZOO + "the_ceilings_are_what_the_crowd_and_the_judge_reach_on_the_validation_rows",
-        "data/zoo.py",
-    ),
-    Mutant(
-        "the ceiling of other text",
-        [('math.log(crowd(row["prompt"])[', 'math.log(crowd(row["prompt"], BROKEN["pref"])[')],
-        "two distributions and one entropy",
-        "a floor that no model can reach",
         ZOO + "the_ceilings_are_what_the_crowd_and_the_judge_reach_on_the_validation_rows",
         "data/zoo.py",
     ),
