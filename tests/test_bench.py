@@ -23,7 +23,6 @@ from plumbing.settings import RunConfig
 from tiny import marks, tiny_gpt, weights
 
 TINY = dict(zip(speed.SHAPE, (11, 9, 1, 2, 8))) | {"batch": 4, "prompt": (2, 4), "new": 2}
-STAGES = ("sft", "rm", "ppo")
 
 
 def test_the_error_of_a_mean_is_the_deviation_over_n_less_1_by_the_root_of_n():
@@ -193,9 +192,7 @@ def test_the_ruler_asks_the_sft_model_many_times_and_draws_with_the_seed(
     monkeypatch.setattr(results, "ROOT", tmp_path)
     monkeypatch.setattr(results, "judge", lambda question, text: 1.0)
     monkeypatch.setattr(results, "respond", respond)
-    (tmp_path / "data").rename(tmp_path / "zoo")
-    (tmp_path / "data").mkdir()
-    (tmp_path / "zoo").rename(tmp_path / "data" / "zoo")
+    write_data(tmp_path / "data" / "zoo")
     results.Yardstick(tmp_path, 7)
     assert asked == [(True, 10, 192, 7)]  # all of the prompts: there are fewer than 128
 
@@ -562,7 +559,10 @@ def test_ppo_of_trl_gets_the_options_that_mean_what_ours_do(tmp_path, monkeypatc
 
 
 def test_the_memory_of_stage_2_is_of_pairs_and_two_models():
-    needs = {stage: memory.needed(2, 8, rows=3, prompt=5, new=7, stage=stage) for stage in STAGES}
+    needs = {
+        stage: memory.needed(2, 8, rows=3, prompt=5, new=7, stage=stage)
+        for stage in ("sft", "rm", "ppo")
+    }
     size = 4 * memory.parameters(2, 8)
     models = [
         [x[name] for name in ("reference", "reward model", "SFT model")] for x in needs.values()

@@ -1121,10 +1121,10 @@ def test_the_example_learns_what_its_score_function_likes(printed):
     scores = [float(x[2]) for x in found]
     assert -3 < scores[0] < -1.5 and min(scores[2:]) > 3 and 3.5 < scores[-1] <= 4  # eight turns
     kl = [float(x[3]) for x in found]
-    assert abs(kl[0]) < 0.3 and 8 < min(kl[2:]) <= max(kl) < 13  # at beta = 0 some 20
+    assert abs(kl[0]) < 0.3 and 8 < min(kl[2:]) <= max(kl) < 13  # at beta = 0: 19 to 20
     words = printed[5].split()[-4:]
-    first = [line.split()[0] for line in printed[7:]]  # less the prompt
-    assert words[0][1:] == "".join(first).removesuffix("<eos>")
+    actions = [line.split()[0] for line in printed[7:]]
+    assert words[0][1:] == "".join(actions).removesuffix("<eos>")  # its first letter is the prompt
     assert all(word.isalpha() and len(word) <= 9 for word in words)
     turns = [(a in "aeiou") != (b in "aeiou") for w in words for a, b in itertools.pairwise(w)]
     assert sum(turns) > 0.8 * len(turns)

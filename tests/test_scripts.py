@@ -831,8 +831,8 @@ def test_the_scores_of_answers_to_prompts_spread_over_all_get_mean_0_and_spread_
 def test_the_model_of_the_lowest_validation_loss_is_saved(
     begun, short, tmp_path, monkeypatch, kind
 ):
-    """The fifth validation gets a worse loss than the third; the last one, which the last line is
-    about, is on all rows."""
+    """The fifth validation gets a worse loss than the third. The last validation, whose loss is
+    printed and saved, is on all rows."""
     script, losses, seen = (
         {"sft": train_sft, "rm": train_rm}[kind],
         iter([3, 2, 1, 2, 2, 2, 2.5]),

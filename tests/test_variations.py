@@ -648,10 +648,9 @@ def test_the_flags_of_dpo_reach_what_they_are_for(models, tmp_path, monkeypatch)
     first = dpo_run("a", "--warmup", 1, "--steps", 3, "--micro_batch", 2)
     assert [row["lr"] for row in first] == pytest.approx([0.005, 0.01, 0.005])
     assert max(rows) == 4  # two pairs; the responses of the log are three
+    seeds, batch_of = [], training.batch_of
     with monkeypatch.context() as patch:
-        batch_of, seeds = training.batch_of, []
-        record = lambda *given: seeds.append(given[-1]) or batch_of(*given)  # noqa: E731
-        patch.setattr(training, "batch_of", record)
+        patch.setattr(training, "batch_of", lambda *x: seeds.append(x[-1]) or batch_of(*x))
         dpo_run("b", "--seed", 5)
     assert seeds == [5] * 4  # prompts and pairs of two iterations
     trained = tmp_path / "a" / "ppo.pt"
