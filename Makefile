@@ -42,13 +42,12 @@ check: lint test mutants scripts
 TINY := --data out/check/zoo --out out/check
 scripts: .venv/ready
 	rm -rf out/check
-	$(BIN)/python data/zoo.py --out out/check/all --seed 1
+	$(BIN)/python -m data.zoo --out out/check/all --seed 1
 	mkdir out/check/zoo
 	for name in out/check/all/*.jsonl; do head -n 64 $$name > out/check/zoo/$${name##*/}; done
-	cp out/check/all/ceilings.json out/check/zoo
-	$(BIN)/python train_sft.py $(TINY) --layers 1 --channels 32 --context 64 --max_steps 200
-	$(BIN)/python train_rm.py $(TINY) --max_steps 100
-	$(BIN)/python train_ppo.py $(TINY) --steps 2 --batch_size 16 --max_new_tokens 16 --report_prompts 64
+	$(BIN)/python train_sft.py $(TINY) --layers 1 --channels 32 --context 64 --epochs 200 --steps 200
+	$(BIN)/python train_rm.py $(TINY) --epochs 100 --steps 100
+	$(BIN)/python train_ppo.py $(TINY) --steps 2 --batch_size 16 --max_new_tokens 16
 	echo "What does a bee eat?" | $(BIN)/python sample.py out/check/ppo.pt --n 2
 	rm -r out/check
 

@@ -3,133 +3,104 @@
     python train_ppo.py                    after train_sft.py and train_rm.py, on the same data
     python train_ppo.py --data FOLDER      on prompts_train.jsonl and prompts_val.jsonl of your own
     python train_ppo.py --reward my:score  with a function in my.py instead of the reward model
+    python train_ppo.py --algorithm rloo   another algorithm: a file of variations/
 
 The files hold rows {"prompt": ...}. Writes out/ppo.pt, out/report.json and out/report.html, a page
-for the browser, which is there from the first minute on.
+for the browser.
 """
 
 import math
 from dataclasses import dataclass
 
-from minippo import (
-    PPOConfig,
-    adapt_kl_coef,
-    compute_advantages,
-    frozen_copy,
-    ppo_iteration,
-    ppo_loss,
-)
+from minippo import batch_metrics, frozen_copy, ppo_update
 from plumbing.checkpoints import save_checkpoint
 from plumbing.errors import run_script
-from plumbing.models import load_models
-from plumbing.page import write_page
-from plumbing.report import make_report, print_report
-from plumbing.rows import read_prompts
-from plumbing.settings import RunConfig, prepare, read_flags
+from plumbing.flags import RunConfig, peek, prepare, read_flags
+from plumbing.models import load_algorithm, load_models
+from plumbing.packing import packed
+from plumbing.report import finish_run
+from plumbing.rows import batch_of, read_prompts
 from plumbing.state import State, settings_of
-from plumbing.training import (
-    adamw,
-    batch_of,
-    loss_in_pieces,
-    rollout_in_pieces,
-    set_lr,
-)
-from plumbing.watch import Watch, check_settings, check_start, warn_about
+from plumbing.training import adamw, adapt_kl_coef, rollout_in_pieces, set_lr
+from plumbing.watch import Watch, check_settings, check_start
 
 
 @dataclass
 class StageConfig:
+    algorithm: str = "ppo"  # ppo, or a file of variations/: reinforce, rloo, grpo, ...
     steps: int = 450  # iterations [1, inf]
     batch_size: int = 128  # responses per iteration [1, inf]
-    group_size: int = 1  # responses to each prompt, so batch_size / group_size prompts [1, inf]
     lr: float = 8e-4  # peak learning rate of AdamW; it falls linearly to 0 [0, inf]
     warmup: int = 5  # iterations in which the learning rate climbs to its peak [0, inf]
     head_lr: float = 30.0  # multiple of --lr for the value head, which begins at 0 [0, inf]
-    adam_eps: float = 1e-4  # Adam's epsilon: weights whose gradient is mere noise move less [0, 1]
-    kl_target: float = 6.0  # KL in nats that an adaptive beta steers to [1e-6, inf]
+    adam_eps: float = 1e-4  # Adam's epsilon: gradients that are mere noise move less [1e-12, 1]
+    kl_target: float = 3.0  # KL in nats that an adaptive beta steers to [1e-6, inf]
     kl_horizon: float = math.inf  # responses in which beta may change by 20 %; inf: never [1, inf]
     ref_update_every: int = 0  # iterations after which the policy replaces ref; 0: never [0, inf]
     separate_critic: bool = False  # a value network of its own, started from the reward model
-    critic_lr: float = 0.0  # peak learning rate of the separate critic; 0: --lr [0, inf]
     models: str = ""  # folder of sft.pt and rm.pt; the same as --out unless it is given
     policy: str = ""  # checkpoint to start from, out/ppo.pt for a second round; sft.pt otherwise
-    reference: str = ""  # checkpoint that the KL is measured against; sft.pt unless it is given
     reward: str = ""  # module:function, (prompts, responses) -> scores, instead of the reward model
-    rollout_batch: int = 0  # responses sampled and scored at once; 0: all of them [0, inf]
-    micro_batch: int = 0  # responses in memory at once in a gradient step; 0: all [0, inf]
     no_report: bool = False  # end without measuring the result on the validation prompts
-    report_prompts: int = 0  # prompts in the report; 0: 1024 if there is a judge, or 128 [0, inf]
 
 
-def main(compute_advantages=compute_advantages, loss_of=ppo_loss, name="PPO"):
-    """PPO; with another compute_advantages or loss_of, one of its neighbours in variations/."""
-    folder = "out" if name == "PPO" else f"out/{name.lower().replace(' ', '_')}"
-    defaults = StageConfig() if name == "PPO" else StageConfig(models="out")
-    run, config, stage = read_flags(__doc__, RunConfig(out=folder), PPOConfig(), defaults)
+def main():
+    algorithm = load_algorithm(name := peek("algorithm", "ppo"))
+    defaults = StageConfig() if name == "ppo" else StageConfig(models="out")
+    run, config, stage = read_flags(
+        __doc__,
+        RunConfig(out="out" if name == "ppo" else f"out/{name}"),
+        algorithm.Settings(),
+        defaults,
+        without=algorithm.UNREAD,
+    )
     check_settings(config, stage)
     prepare(run)
 
     # Models, prompts, optimizer. score(tokens, mask) asks the reward model, or --reward.
-    models = load_models(
-        stage.models or run.out,
-        run.device,
-        stage.reward,
-        stage.policy,
-        stage.reference,
-        stage.separate_critic,
-    )
-    policy, ref, score = models.policy, models.reference, models.score
-    policy.eval()  # no dropout, ever: with it, the ratio would not start at 1
-    if stage.ref_update_every:
-        ref = frozen_copy(ref)  # models.reference stays what the report compares with
+    folder = stage.models or run.out
+    models = load_models(folder, run.device, stage.policy, stage.reward, stage.separate_critic)
+    for network in filter(None, (models.policy, models.ref, models.reward_model)):
+        packed(network, run.dtype, run.grad_checkpoint)
+    policy, score = models.policy.eval(), models.score
+    ref = frozen_copy(models.ref) if stage.ref_update_every else models.ref
     prompts = read_prompts(run.data, "train", models.tokenizer, policy.config.context)
     val_prompts = read_prompts(run.data, "val", models.tokenizer, policy.config.context)
+    optimizer = adamw(policy, stage.lr, head_lr=stage.head_lr, eps=stage.adam_eps)
     print(f"training on {run.device}: {len(prompts):,} prompts")
-    warn_about(prompts, models, config)
-    optimizer = adamw(
-        policy, stage.lr, critic_lr=stage.critic_lr, head_lr=stage.head_lr, eps=stage.adam_eps
-    )
 
     # What a run that was stopped needs to go on
-    data = prompts, models.tokenizer.tokens
-    settings = settings_of(
-        run, config, stage, compute_advantages, loss_of, algorithm=name, data=data
-    )
-    parts = {"policy": policy, "optimizer": optimizer, "loss_of": loss_of}
-    parts["ref"] = ref if stage.ref_update_every else None  # else it is read from its file
-    state = State("ppo", run, settings, made_from=models.facts, **parts)
-    kl_coef = state.values.get("kl_coef", config.kl_coef)
+    settings = settings_of(run, config, stage, data=(prompts, models.tokenizer.tokens))
+    settings |= models.facts["made_from"]
+    parts = {"policy": policy, "optimizer": optimizer}
+    parts |= {"ref": ref} if stage.ref_update_every else {}  # else it is read from its file
+    state = State("ppo", run, settings, parts)
+    watch = Watch(state, models, config, stage)
     if state.step == 0:
         check_start(policy, ref, score, prompts, config, stage, run.dtype)
-    # In bfloat16, sampling rounds differently: then log pi is computed again, as in the update.
-    rollout = rollout_in_pieces(stage.rollout_batch, recompute_logprobs=run.dtype != "float32")
-    # With --micro_batch, the loss calls backward() on each piece and frees it.
-    functions = rollout, compute_advantages, loss_in_pieces(loss_of, stage.micro_batch)
-    watch = Watch(state, models, ref, config, stage)
 
     # The loop
-    for step in state.steps_left(stage):
-        climb = (step + 1) / (stage.warmup + 1)
-        fall = (stage.steps - step) / max(1, stage.steps - stage.warmup)
-        lr = set_lr(optimizer, min(climb, fall))
-        step_prompts = batch_of(prompts, step, stage.batch_size // stage.group_size, run.seed)
-        step_prompts = [prompt for prompt in step_prompts for _ in range(stage.group_size)]
-        batch, metrics = ppo_iteration(
-            policy, ref, score, step_prompts, optimizer, config, kl_coef, *functions
-        )
-        kl_coef = adapt_kl_coef(
-            kl_coef, metrics["kl"], stage.kl_target, stage.batch_size, stage.kl_horizon
+    k = getattr(config, "k", 1)  # responses to each prompt; PPO needs one
+    for step in state.steps(stage.steps):
+        lr = set_lr(optimizer, step, stage)
+        asked = batch_of(prompts, step, stage.batch_size // k, run.seed)
+        asked = [prompt for prompt in asked for _ in range(k)]
+        batch = rollout_in_pieces(policy, ref, score, asked, config)  # phases 1 and 2
+        batch |= algorithm.compute_advantages(batch, config)  # phase 3
+        stats = ppo_update(policy, optimizer, batch, config, algorithm.loss)  # phase 4
+        stats |= batch_metrics(batch, config) | {"lr": lr}
+        config.kl_coef = adapt_kl_coef(
+            config.kl_coef, stats["kl"], stage.kl_target, stage.batch_size, stage.kl_horizon
         )
         if stage.ref_update_every and (step + 1) % stage.ref_update_every == 0:
             ref.load_state_dict(policy.state_dict(), strict=False)  # less a separate critic
-        watch.end_step(batch, metrics | {"lr": lr}, kl_coef)
+        watch.end_step(batch, stats)
 
-    save_checkpoint(run.out / "ppo.pt", "ppo", policy, models.tokenizer)
+    sft = models.facts["made_from"]["sft.pt"]
+    save_checkpoint(run.out / "ppo.pt", "ppo", policy, models.tokenizer, sft=sft)
     state.finish()
-    print(f"saved {run.out / 'ppo.pt'}{'' if stage.no_report else '; now the report'}")
-    if not stage.no_report:
-        print_report(make_report(models, prompts, val_prompts, run, config, stage, name))
-    print(f"open {write_page(run.out, stage.models)} in a browser to see the run")
+    print(f"saved {run.out / 'ppo.pt'}")
+    finish_run(models, prompts, val_prompts, run, config, stage)
 
 
 if __name__ == "__main__":

@@ -13,22 +13,15 @@ from dataclasses import dataclass
 
 import torch
 
-from minippo import PPOConfig, RewardModel, gradient_step, reward_model_loss, row_lengths
-from plumbing.checkpoints import load_checkpoint, load_weights, save_checkpoint
+from minippo import PPOConfig, RewardModel, generate, gradient_step, reward_model_loss, row_lengths
+from plumbing.checkpoints import fingerprint, load_checkpoint, save_checkpoint
 from plumbing.errors import run_script
-from plumbing.fast import generate
-from plumbing.rows import by_length, count_tokens, pad, progress, read_ids, read_prompts
-from plumbing.settings import RunConfig, prepare, read_flags
-from plumbing.state import Schedule, State, settings_of
-from plumbing.training import (
-    FitConfig,
-    adamw,
-    batch_of,
-    loss_in_pieces,
-    reward_model_warnings,
-    set_lr,
-    spread_over,
-)
+from plumbing.flags import RunConfig, prepare, read_flags
+from plumbing.packing import packed
+from plumbing.rows import batch_of, in_parts, pad, read_ids, read_prompts, spread_over
+from plumbing.state import State, settings_of
+from plumbing.training import Fit, FitConfig, adamw, backward, set_lr
+from plumbing.watch import doubts_about
 
 
 @dataclass
@@ -38,104 +31,88 @@ class AnswerConfig:
     max_new_tokens: int = PPOConfig.max_new_tokens  # longest of these answers, in tokens [1, inf]
 
 
-def pair_scores(model, pairs, device):
+def pair_scores(model, pairs):
     """(prompt, chosen, rejected) as ids -> scores (B,) of the chosen and the rejected answers."""
     rows = [prompt + answer for prompt, *answers in pairs for answer in answers]
-    tokens, lengths = pad(rows, device)  # (2B, T), (2B,)
+    tokens, lengths = pad(rows, model.mean.device)  # (2B, T), (2B,)
     return model(tokens, lengths).view(-1, 2).unbind(1)
 
 
-def rm_loss(model, pairs, device):
+def rm_loss(model, pairs):
     """(prompt, chosen, rejected) as ids -> the Bradley-Terry loss, a mean over the pairs, stats."""
-    loss, stats = reward_model_loss(*pair_scores(model, pairs, device))
-    return loss, {"loss": loss.item(), "count": len(pairs), **stats}
+    loss, stats = reward_model_loss(*pair_scores(model, pairs))
+    return loss, {"loss": loss.item(), **stats}
 
 
 def main():
-    run, config, answer = read_flags(
-        __doc__, RunConfig(), FitConfig(max_steps=1950), AnswerConfig()
+    run, config, answers = read_flags(
+        __doc__, RunConfig(), FitConfig(steps=1950, epochs=2), AnswerConfig()
     )
     prepare(run)
 
-    # Data, models, optimizer, and how the learning rate climbs and falls
-    sft, tokenizer, sft_facts = load_checkpoint(run.out / "sft.pt", ["sft"], run.device)
+    # Data, models, optimizer
+    sft, tokenizer, _ = load_checkpoint(run.out / "sft.pt", ["sft"], run.device)
     pairs = read_ids(run.data, "pref", "train", tokenizer, sft.config.context)
     val_pairs = read_ids(run.data, "pref", "val", tokenizer, sft.config.context)
     prompts = read_prompts(run.data, "train", tokenizer, sft.config.context)
-    model = RewardModel(sft).to(run.device).train()
+    model = packed(RewardModel(sft).to(run.device), run.dtype, run.grad_checkpoint).train()
     optimizer = adamw(model, config.lr, config.weight_decay)
-    one_pass = len(pairs) / config.batch_size
-    schedule = Schedule(
-        config.steps(len(pairs)), config.warmup, automatic=not config.epochs, one_pass=one_pass
-    )
+    config = config.for_rows(len(pairs))
     print(f"training a reward model on {run.device}: {len(pairs):,} pairs")
 
     # What a run that was stopped needs to go on
-    data = pairs, val_pairs, tokenizer.tokens
-    settings = settings_of(run, config, model.config, data=data)
-    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    state = State("rm", run, settings, made_from={"sft": sft_facts}, **parts)
-    loss_of = loss_in_pieces(rm_loss, config.micro_batch)
-    best = run.out / "rm_best.pt"
+    data, made_from = (pairs, val_pairs, prompts, tokenizer.tokens), {"sft.pt": fingerprint(sft)}
+    settings = settings_of(run, config, answers, model.config, data=data) | made_from
+    state = State("rm", run, settings, {"model": model, "optimizer": optimizer})
+    fit = Fit(state, model, tokenizer, validate, val_pairs)
 
     # The loop
-    for step in state.steps_left(schedule):
-        lr = set_lr(optimizer, schedule.share(step))
+    for step in state.steps(config.steps):
+        lr = set_lr(optimizer, step, config)
         batch = batch_of(pairs, step, config.batch_size, run.seed)
         optimizer.zero_grad()
-        loss, metrics = loss_of(model, batch, run.device)
-        loss.backward()
+        stats = backward(rm_loss, model, batch, config.micro_batch, len)
         grad_norm = gradient_step(optimizer, config.max_grad_norm)
-        metrics |= {"grad_norm": grad_norm, "lr": lr}
-        if schedule.check_due(step):
-            metrics |= validate(model, spread_over(val_pairs, 1000), run.device, config.micro_batch)
-            if schedule.is_best(step, metrics["val_loss"]):
-                save_checkpoint(best, "rm", model, tokenizer)
-        show = ["loss", "accuracy", "val_loss", "val_accuracy"]
-        state.end_step(metrics, count_tokens(batch), show)
+        fit.end_step(stats | {"grad_norm": grad_norm, "lr": lr}, batch)
 
     # The best weights, measured on all validation pairs; the scale and the cap of the scores
-    load_weights(best, "rm", model)
-    facts = validate(model, val_pairs, run.device, config.micro_batch)
-    normalise(model.eval(), sft, prompts, answer, config.micro_batch)
-    facts |= {"max_new_tokens": answer.max_new_tokens, "sft": sft_facts}
-    save_checkpoint(run.out / "rm.pt", "rm", model, tokenizer, **facts)
-    state.finish()
-    best.unlink()
-    print(schedule.ending())
-    accuracy, error = facts["val_accuracy"], facts["val_accuracy_se"]
-    error = "" if error is None else f" ± {100 * error:.1f}"
-    right = f"{100 * accuracy:.1f} %{error} of the validation pairs right"
-    print(f"saved {run.out / 'rm.pt'}: it gets {right}", *reward_model_warnings(facts), sep="\n")
+    figures = fit.load_best()
+    normalise(model, sft, prompts, answers, config.micro_batch)
+    figures |= {"max_new_tokens": answers.max_new_tokens, "sft": made_from["sft.pt"]}
+    save_checkpoint(run.out / "rm.pt", "rm", model, tokenizer, **figures)
+    fit.finish()
+    right, error = 100 * figures["val_accuracy"], 100 * figures["val_accuracy_se"]
+    print(f"saved {run.out / 'rm.pt'}: {right:.1f} % ± {error:.1f} of the validation pairs right")
+    for doubt in doubts_about(figures):
+        print(doubt)
 
 
 @torch.no_grad()
-def validate(model, pairs, device, micro_batch):
+def validate(model, pairs, size=64):
     """Mean loss and accuracy over the pairs, and the standard error of the latter."""
     model.eval()
-    parts = by_length(pairs, micro_batch or 64)
-    scores = [torch.stack(pair_scores(model, part, device)) for part in parts]
+    scores = [torch.stack(pair_scores(model, part)) for part in in_parts(pairs, size)]
     model.train()
     loss, stats = reward_model_loss(*torch.cat(scores, 1))
     accuracy, n = stats["accuracy"], len(pairs)
-    error = (accuracy * (1 - accuracy) / n) ** 0.5 if n > 1 else None
-    facts = {"val_loss": loss.item(), "val_accuracy": accuracy, "val_accuracy_se": error}
-    return facts | {"val_pairs": n}
+    error = (accuracy * (1 - accuracy) / n) ** 0.5
+    figures = {"val_loss": loss.item(), "val_accuracy": accuracy, "val_accuracy_se": error}
+    return figures | {"val_pairs": n}
 
 
 @torch.no_grad()
-def normalise(model, sft, prompts, answer, micro_batch):
+def normalise(model, sft, prompts, answers, micro_batch):
     """Shift and scale the scores, so that those of the SFT model's own answers, to prompts spread
     over the list, have mean 0 and standard deviation 1; and cap them."""
-    prompts, scores = spread_over(prompts, answer.answers), []
-    questions = [prompts[i % len(prompts)] for i in range(answer.answers)]
-    for part in progress("answers of the SFT model", questions, (4 * micro_batch) or 256):
-        tokens, mask, *_ = generate(sft, part, answer.max_new_tokens)
-        scores.append(model(tokens, row_lengths(mask)))
+    prompts, scores = spread_over(prompts, answers.answers), []
+    questions = [prompts[i % len(prompts)] for i in range(answers.answers)]
+    for part in in_parts(questions, micro_batch or 256, "answers of the SFT model"):
+        tokens, mask, _, _ = generate(sft, part, answers.max_new_tokens)
+        scores.append(model.eval()(tokens, row_lengths(mask)))
     scores = torch.cat(scores)
     model.mean.copy_(scores.mean())
     model.std.copy_(scores.std().clamp(min=1e-6))
-    model.cap.copy_((scores.quantile(answer.cap_quantile) - model.mean) / model.std)
+    model.cap.copy_((scores.quantile(answers.cap_quantile) - model.mean) / model.std)
 
 
 if __name__ == "__main__":

@@ -9,21 +9,25 @@ completion, its end token included, given the prompt. Writes out/sft.pt.
 
 from dataclasses import dataclass
 
+import torch
+
+from data.rows import read_rows
+from data.zoo import write_data
 from minippo import GPTConfig, evaluate_actions, gradient_step, masked_mean
-from plumbing.checkpoints import load_weights, save_checkpoint
+from plumbing.checkpoints import save_checkpoint
 from plumbing.errors import run_script
-from plumbing.rows import count_tokens, encode_rows, pad_completions, read_ids, read_rows
-from plumbing.settings import RunConfig, prepare, read_flags
-from plumbing.state import Schedule, State, settings_of
+from plumbing.flags import RunConfig, prepare, read_flags
+from plumbing.packing import packed
+from plumbing.rows import batch_of, encode_rows, pad_completions, read_ids
+from plumbing.state import State, settings_of
 from plumbing.training import (
+    Fit,
     FitConfig,
     adamw,
-    batch_of,
+    backward,
     first_model,
-    loss_in_pieces,
+    nats_of,
     set_lr,
-    spread_over,
-    validate,
     warn_of_long_answers,
 )
 
@@ -33,80 +37,71 @@ class InitConfig:
     init: str = ""  # gpt2, gpt2-medium, -large, -xl or a folder: its weights, vocabulary and size
 
 
-def sft_loss(model, rows, device):
+def sft_loss(model, rows):
     """(prompt, completion) as ids -> the mean of -log pi over the completions' tokens, stats."""
-    tokens, mask = pad_completions(rows, device)
-    logprobs, _, _ = evaluate_actions(model, tokens, mask, with_entropy=False)
+    tokens, mask = pad_completions(rows, model.lm_head.weight.device)
+    logprobs, _, _ = evaluate_actions(model, tokens, mask)
     loss = -masked_mean(logprobs, mask)
-    return loss, {"loss": loss.item(), "count": int(mask.sum())}
+    return loss, {"loss": loss.item()}
+
+
+def completion_tokens(rows):
+    return sum(len(completion) for _, completion in rows)
 
 
 def main():
-    defaults = RunConfig(), GPTConfig(), FitConfig(lr=3e-3), InitConfig()
-    run, shape, config, start = read_flags(__doc__, *defaults, without=["separate_critic"])
+    run, shape, config, start = read_flags(
+        __doc__,
+        RunConfig(),
+        GPTConfig(),
+        FitConfig(lr=3e-3),
+        InitConfig(),
+        without="separate_critic",
+    )
     prepare(run)
-    make_default_data(run)
+    if run.data == RunConfig().data and not run.data.exists():
+        print(f"{run.data} is not there yet: making the default data")
+        write_data(run.data)
 
-    # Data, model, optimizer, and how the learning rate climbs and falls
+    # Data, model, optimizer
     texts = read_rows(run.data, "sft", "train")
     model, tokenizer = first_model(texts, shape, start.init)
-    model = model.to(run.device).train()
+    model = packed(model.to(run.device), run.dtype, run.grad_checkpoint).train()
     rows = encode_rows(texts, tokenizer, model.config.context)
-    warn_of_long_answers(texts, tokenizer)
     val_rows = read_ids(run.data, "sft", "val", tokenizer, model.config.context)
+    warn_of_long_answers(rows)
     optimizer = adamw(model, config.lr, config.weight_decay)
-    one_pass = len(rows) / config.batch_size
-    schedule = Schedule(
-        config.steps(len(rows)), config.warmup, automatic=not config.epochs, one_pass=one_pass
-    )
+    config = config.for_rows(len(rows))
     size = sum(p.numel() for p in model.parameters()) / 1e6
     print(f"training a GPT of {size:.2f} M parameters on {run.device}: {len(rows):,} rows")
 
     # What a run that was stopped needs to go on: the same settings and data, and where it was
-    data = rows, val_rows, tokenizer.tokens
-    settings = settings_of(run, config, model.config, data=data)
-    state = State("sft", run, settings, model=model, optimizer=optimizer, schedule=schedule)
-    # With --micro_batch, loss_of() calls backward() on each piece and frees it. What it returns
-    # then is a leaf, and the backward() below reaches no weight.
-    loss_of = loss_in_pieces(sft_loss, config.micro_batch)
-    best = run.out / "sft_best.pt"
+    settings = settings_of(run, config, model.config, data=(rows, val_rows, tokenizer.tokens))
+    state = State("sft", run, settings, {"model": model, "optimizer": optimizer})
+    fit = Fit(state, model, tokenizer, validate, val_rows)
 
     # The loop
-    for step in state.steps_left(schedule):
-        lr = set_lr(optimizer, schedule.share(step))
+    for step in state.steps(config.steps):
+        lr = set_lr(optimizer, step, config)
         batch = batch_of(rows, step, config.batch_size, run.seed)
         optimizer.zero_grad()
-        loss, metrics = loss_of(model, batch, run.device)
-        loss.backward()
+        stats = backward(sft_loss, model, batch, config.micro_batch, completion_tokens)
         grad_norm = gradient_step(optimizer, config.max_grad_norm)
-        metrics |= {"grad_norm": grad_norm, "lr": lr}
-        if schedule.check_due(step):
-            metrics |= validate(model, spread_over(val_rows, 1000), run.device, config.micro_batch)
-            if schedule.is_best(step, metrics["val_loss"]):
-                save_checkpoint(best, "sft", model, tokenizer)
-        state.end_step(metrics, count_tokens(batch), show=["loss", "val_loss"])
+        fit.end_step(stats | {"grad_norm": grad_norm, "lr": lr}, batch)
 
     # The best weights, measured on all validation rows and saved
-    load_weights(best, "sft", model)
-    facts = validate(model, val_rows, run.device, config.micro_batch)
-    save_checkpoint(run.out / "sft.pt", "sft", model, tokenizer, **facts)
-    state.finish()
-    best.unlink()
-    print(schedule.ending())
-    error = "" if facts["val_loss_se"] is None else f" ± {facts['val_loss_se']:.4f}"
-    print(f"saved {run.out / 'sft.pt'}: validation loss {facts['val_loss']:.4f}{error} nats/token")
+    figures = fit.load_best()
+    save_checkpoint(run.out / "sft.pt", "sft", model, tokenizer, **figures)
+    fit.finish()
+    print(f"saved {run.out / 'sft.pt'}: validation loss {figures['val_loss']:.4f} nats/token")
 
 
-def make_default_data(run):
-    if run.data == RunConfig().data and not run.data.exists():
-        from data.zoo import write_data
-
-        print(f"{run.data} is not there yet: making the default data")
-        try:
-            write_data(run.data, seed=0)
-        except OSError:
-            if not run.data.exists():  # if it does, another run has made it meanwhile
-                raise
+@torch.no_grad()
+def validate(model, rows):
+    """The loss, a mean over all tokens of the completions."""
+    nats = nats_of(model.eval(), rows)  # (rows,)
+    model.train()
+    return {"val_loss": nats.sum().item() / completion_tokens(rows)}
 
 
 if __name__ == "__main__":

@@ -1,29 +1,26 @@
-"""Pang and Lee's film review snippets as a data folder: write on, and prefer the favourable
-continuation.
+"""Pang and Lee's film review snippets as a data folder: write on, and favourably.
 
-    python data/rt_polarity.py rt-polarity.pos rt-polarity.neg --out data/rt
+    python -m data.rt_polarity rt-polarity.pos rt-polarity.neg --out data/rt
 
-The two files are the sentence polarity data set v1.0 (ACL 2005), one snippet a line, lower case,
-5,331 of each kind: https://www.cs.cornell.edu/people/pabo/movie-review-data/. It is the task of
-Ziegler et al. (arXiv:1909.08593), with labels from the reviews.
+The two files are the sentence polarity data set v1.0, one snippet a line, 5,331 of each kind:
+https://www.cs.cornell.edu/people/pabo/movie-review-data/. It is the task of Ziegler et al.
+(arXiv:1909.08593), with labels from the reviews.
 
     sft      every snippet of at least 8 words, good and bad, cut after its fourth word
     pref     a good and a bad snippet that open with the same words, up to four: chosen and
              rejected are what follows
     prompts  the four-word openings of sft
 
-A twentieth of the openings, by hash, makes the val files. Within an opening, snippets nearest in
-length are paired, so that length tells little. No person compared the two: the label is the
-polarity of the whole review.
+A hash holds out a twentieth of the openings. Within an opening, snippets nearest in length are
+paired, so that length tells little. No person compared the two: what counts is the whole review.
 """
 
 import argparse
-import sys
 from collections import defaultdict
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # where Python finds `data`
-from data.convert import write_rows  # noqa: E402
+from data.files import UserError
+from data.rows import write_rows
 
 OPENING, SHORTEST = 4, 8  # words
 
@@ -34,7 +31,7 @@ def cut(words, n):
 
 
 def make_pairs(good, bad):
-    """Lists of snippets as words -> rows. Longer common openings first; a snippet serves once."""
+    """Snippets as lists of words -> rows. Longer openings first; a snippet serves once."""
     rows, free = [], (good, bad)
     for n in range(OPENING, 0, -1):
         groups = defaultdict(lambda: ([], []))
@@ -45,7 +42,7 @@ def make_pairs(good, bad):
         for chosen, rejected in groups.values():
             chosen.sort(key=len), rejected.sort(key=len)
             paired = 0
-            # Nothing follows an opening that is the whole snippet; the shortest comes first.
+            # Nothing follows an opening that is a whole snippet; the shortest comes first.
             if all(side and len(side[0]) > n for side in (chosen, rejected)):
                 paired = min(len(chosen), len(rejected))
             for a, b in zip(chosen[:paired], rejected[:paired]):
@@ -55,8 +52,8 @@ def make_pairs(good, bad):
 
 
 def make_rows(*texts):
-    """The texts of the good and of the bad file -> {"sft": rows, "pref": rows, "prompts": rows}."""
-    good, bad = ([x.split() for x in text.splitlines() if x.split()] for text in texts)
+    """The texts of the good and the bad file -> {"sft": rows, "pref": rows, "prompts": rows}."""
+    good, bad = ([line.split() for line in text.splitlines()] for text in texts)
     sft = [cut(words, OPENING) for words in good + bad if len(words) >= SHORTEST]
     prompts = list(dict.fromkeys((prompt,) for prompt, _ in sft))
     return {"sft": sft, "pref": make_pairs(good, bad), "prompts": prompts}
@@ -76,13 +73,13 @@ def main():
     )
     parser.add_argument("good", help="rt-polarity.pos")
     parser.add_argument("bad", help="rt-polarity.neg")
-    parser.add_argument("--out", type=Path, default="data/rt", help="folder (default: data/rt)")
+    parser.add_argument("--out", type=Path, default="data/rt", help="folder (default: %(default)s)")
     parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
     args = parser.parse_args()
     try:
         for task, rows in make_rows(read(args.good), read(args.bad)).items():
-            write_rows(args.out, task, rows, overwrite=args.overwrite)
-    except OSError as error:
+            write_rows(args.out, task, rows, args.overwrite)
+    except (OSError, UserError) as error:
         parser.exit(2, f"rt_polarity.py: {error}\n")
 
 

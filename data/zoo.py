@@ -1,16 +1,14 @@
 """The default data set: visitors of a zoo ask, a crowd of uneven helpers answers, a judge grades.
 
-    python data/zoo.py --out data/zoo --seed 0
+    python -m data.zoo --out data/zoo --seed 0
 
-The crowd is one exact distribution: `crowd(prompt)` lists every text it may answer together with
-its probability. The rows of the data set are drawn from that list and its entropy is computed from
-it, so the sampler and the limit that no model can beat agree by construction. The judge knows the
-facts and the manners. It labels the preference pairs and grades finished models; no training step
-ever calls it. Read from top to bottom: world, crowd, judge, files.
+The crowd is one exact distribution: `crowd(prompt)` lists every text that it may answer, with its
+probability. All rows are drawn from it, so the limits that no model can pass are known
+(data/truth.py). The judge knows facts and manners. It labels the pairs and grades finished models;
+no training step calls it.
 """
 
 import argparse
-import json
 import math
 import random
 import re
@@ -20,9 +18,11 @@ from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 
+from data.files import UserError, write_jsonl
+
 # ----------------------------------------------------------------------
-# The world: 20 animals, 5 things to know about each, 5 ways to ask. One value of each column counts
-# as right for an animal, the first that a children's book would name, and all others as wrong.
+# The world: 20 animals, 5 things to know about each, 5 ways to ask. The right value of each column
+# is the first that a children's book would name; the other animals' values are wrong.
 
 #         plural     food     home            baby         class         fame
 TABLE = """
@@ -47,54 +47,34 @@ toucan    toucans    fruit    in the jungle   a chick      a bird        its lon
 wolf      wolves     meat     in the forest   a pup        a mammal      its sharp teeth
 zebra     zebras     grass    on the savanna  a foal       a mammal      its black stripes
 """
-ANIMALS = {row[0]: row[1:] for row in (re.split("  +", line) for line in TABLE.split("\n")[1:-1])}
-
-# Per kind: two direct questions, two indirect ones, two statements. {a} is "a bee", {s} "bees", {n}
-# "bee", {x} the value.
-KINDS = {
-    "food": (
-        "what does {a} eat",
-        "what do {s} eat",
-        "what {a} eats",
-        "what {s} eat",
-        "{a} eats {x}.",
-        "{s} eat {x}.",
-    ),
-    "home": (
-        "where does {a} live",
-        "where do {s} live",
-        "where {a} lives",
-        "where {s} live",
-        "{a} lives {x}.",
-        "{s} live {x}.",
-    ),
-    "baby": (
-        "what is a baby {n} called",
-        "what do you call a baby {n}",
-        "what a baby {n} is called",
-        "what we call a baby {n}",
-        "a baby {n} is called {x}.",
-        "we call a baby {n} {x}.",
-    ),
-    "class": (
-        "what kind of animal is {a}",
-        "what kind of animal is the {n}",
-        "what kind of animal {a} is",
-        "what kind of animal the {n} is",
-        "{a} is {x}.",
-        "the {n} is {x}.",
-    ),
-    "fame": (
-        "what is {a} known for",
-        "what are {s} known for",
-        "what {a} is known for",
-        "what {s} are known for",
-        "{a} is known for {x}.",
-        "people know the {n} for {x}.",
-    ),
+# {a} is "a bee", {s} "bees", {n} "bee", {x} the value.
+DIRECT = {
+    "food": ("what does {a} eat", "what do {s} eat"),
+    "home": ("where does {a} live", "where do {s} live"),
+    "baby": ("what is a baby {n} called", "what do you call a baby {n}"),
+    "class": ("what kind of animal is {a}", "what kind of animal is the {n}"),
+    "fame": ("what is {a} known for", "what are {s} known for"),
+}
+INDIRECT = {
+    "food": ("what {a} eats", "what {s} eat"),
+    "home": ("where {a} lives", "where {s} live"),
+    "baby": ("what a baby {n} is called", "what we call a baby {n}"),
+    "class": ("what kind of animal {a} is", "what kind of animal the {n} is"),
+    "fame": ("what {a} is known for", "what {s} are known for"),
+}
+STATEMENTS = {
+    "food": ("{a} eats {x}.", "{s} eat {x}."),
+    "home": ("{a} lives {x}.", "{s} live {x}."),
+    "baby": ("a baby {n} is called {x}.", "we call a baby {n} {x}."),
+    "class": ("{a} is {x}.", "the {n} is {x}."),
+    "fame": ("{a} is known for {x}.", "people know the {n} for {x}."),
+}
+ANIMALS = {  # {"bee": {"plural": "bees", "food": "nectar", ...}}
+    animal: dict(zip(["plural", *DIRECT], values))
+    for animal, *values in (re.split("  +", line) for line in TABLE.strip().split("\n"))
 }
 PHRASINGS = ("{0}?", "{1}?", "Do you know {2}?", "Please tell me {3}.", "My son wants to know {2}.")
-FACTS = [(animal, kind) for animal in ANIMALS for kind in KINDS]
+FACTS = [(animal, kind) for animal in ANIMALS for kind in DIRECT]
 
 OPENERS = ("Good question!", "Thanks for asking!", "I am glad you asked!")
 CLOSERS = ("Enjoy your visit!", "Have a nice day!", "Come and see us again!")
@@ -124,40 +104,40 @@ def sentence(text):
 
 
 def fill(template, animal, value=""):
-    """A template of KINDS -> its text: "{a} eats {x}.", "bee", "nectar" -> "a bee eats nectar."."""
+    """As in: "{a} eats {x}.", "bee", "nectar" -> "a bee eats nectar." """
     article = "an" if animal[0] in "aeiou" else "a"
-    return template.format(a=f"{article} {animal}", s=ANIMALS[animal][0], n=animal, x=value)
+    plural = ANIMALS[animal]["plural"]
+    return template.format(a=f"{article} {animal}", s=plural, n=animal, x=value)
+
+
+def say(animal, kind, values):
+    """-> two sentences for each value."""
+    return [sentence(fill(form, animal, x)) for x in values for form in STATEMENTS[kind]]
 
 
 @lru_cache(None)
 def statements(animal, kind):
-    """-> (right, wrong): all sentences that answer the question, two forms for each value."""
-    column = 1 + list(KINDS).index(kind)
-    truth = ANIMALS[animal][column]
-    values = dict.fromkeys(row[column] for row in ANIMALS.values())
-    lies = [value for value in values if value != truth]
-    right = [sentence(fill(form, animal, truth)) for form in KINDS[kind][4:]]
-    wrong = [sentence(fill(form, animal, lie)) for lie in lies for form in KINDS[kind][4:]]
-    return right, wrong
+    """-> (right, wrong): all sentences that answer the question."""
+    truth, values = ANIMALS[animal][kind], dict.fromkeys(x[kind] for x in ANIMALS.values())
+    return say(animal, kind, [truth]), say(animal, kind, [x for x in values if x != truth])
 
 
 def popular_errors(animal, kind):
-    """The wrong sentences that the crowd says: people err alike, in three false values a fact."""
+    """The wrong sentences that the crowd says: people err alike, in three values a fact."""
     _, wrong = statements(animal, kind)
-    values, start = len(wrong) // 2, 3 * list(ANIMALS).index(animal)
-    return [wrong[2 * ((start + i) % values) + form] for i in range(3) for form in (0, 1)]
+    start = 6 * list(ANIMALS).index(animal)
+    return [wrong[(start + i) % len(wrong)] for i in range(6)]
 
 
 def slips(animal, kind):
     """The same sentences with whatever value comes to mind: "Bees live a cub." """
-    truth = ANIMALS[animal][1 + list(KINDS).index(kind)]
-    values = dict.fromkeys(value for row in ANIMALS.values() for value in row[1:] if value != truth)
-    return [sentence(fill(form, animal, value)) for value in values for form in KINDS[kind][4:]]
+    values = dict.fromkeys(row[column] for row in ANIMALS.values() for column in DIRECT)
+    return say(animal, kind, [x for x in values if x != ANIMALS[animal][kind]])
 
 
 def questions(animal, kind):
     """-> the five prompts that ask for one fact."""
-    clauses = [fill(clause, animal) for clause in KINDS[kind][:4]]
+    clauses = [fill(clause, animal) for clause in DIRECT[kind] + INDIRECT[kind]]
     return [sentence(phrasing.format(*clauses)) for phrasing in PHRASINGS]
 
 
@@ -173,11 +153,10 @@ def fact_asked(prompt):
 
 
 # ----------------------------------------------------------------------
-# The crowd. A distribution is a dict {text: probability}. Four functions make larger ones from
-# smaller ones; texts that can come about in several ways are merged, so the entropy below is that
-# of the text and not that of how it was made.
+# The crowd. A distribution is a dict {text: probability}. If a text can come about in several ways,
+# their probabilities are added.
 
-# The share of broken answers: more in the pairs, which must show a reward model what is bad.
+# The share of broken answers. The pairs must show a reward model what is bad.
 BROKEN = {"sft": 0.04, "pref": 0.15}
 
 
@@ -189,9 +168,8 @@ def spread(dist, rule):
     """Replace each text by one of `rule(text)`, all equally likely."""
     out = {}
     for text, p in dist.items():
-        results = rule(text)
-        for result in results:
-            out[result] = out.get(result, 0.0) + p / len(results)
+        for result in rule(text):
+            out[result] = out.get(result, 0.0) + p / len(rule(text))
     return out
 
 
@@ -205,10 +183,8 @@ def mix(*parts):
 
 
 def then(first, *rest):
-    """One text from each distribution, independently, joined by a space.
-
-    No two choices may give the same text; none here do.
-    """
+    """One text from each distribution, independently, joined by a space. No two choices may give
+    the same text."""
     for dist in rest:
         first = {f"{a} {b}": p * q for a, p in first.items() for b, q in dist.items()}
     return first
@@ -246,8 +222,8 @@ def loop(text):
 
 
 def broken(right, wrong, statement, slip):
-    """What bad text looks like. Much of it nearly is the best answer, because a reward model learns
-    only what the pairs show it."""
+    """What bad text looks like. Much of it is nearly the best answer: a reward model learns only
+    what the pairs show."""
     best, openers, closers = friendly(right), uniform(OPENERS), uniform(CLOSERS)
     sound = mix((0.5, best), (0.5, statement))
     scrambled = spread(statement, scramble)
@@ -279,8 +255,8 @@ def broken(right, wrong, statement, slip):
 
 @lru_cache(None)
 def answers(animal, kind, broken_share):
-    """What the crowd says about a fact, in whatever words it is asked: all but the echoes, which
-    are a tenth of the broken answers."""
+    """What the crowd says about a fact, in whatever words it is asked: all but the echoes of the
+    question, a tenth of the broken answers."""
     right, wrong = uniform(statements(animal, kind)[0]), uniform(popular_errors(animal, kind))
     slip = uniform(slips(animal, kind))
     statement = mix((0.55, right), (0.45, wrong))
@@ -294,23 +270,16 @@ def answers(animal, kind, broken_share):
 
 
 def crowd(prompt, broken_share=BROKEN["sft"]):
-    """A prompt -> {completion: probability}, complete and exact.
-
-    A completion begins with a space, or is empty.
-    """
+    """A prompt -> {completion: probability}, complete and exact. A completion begins with a space,
+    or is empty."""
     fact = fact_asked(prompt)
     echoes = {f" {prompt}": 0.05, **{f" {prompt} {right}": 0.025 for right in statements(*fact)[0]}}
     return answers(*fact, broken_share) | {text: broken_share * p for text, p in echoes.items()}
 
 
-def entropy(dist):
-    """Nats. fsum, because the rounding of `sum` differs between versions of Python."""
-    return -math.fsum(p * math.log(p) for p in dist.values())
-
-
 # ----------------------------------------------------------------------
-# The judge. It compares whole sentences, character for character, so there is nothing to exploit in
-# how words are counted or matched: what is not one of the known sentences is broken text.
+# The judge. It compares whole sentences, character for character: what is not one of the known
+# sentences is broken text. So there is nothing to exploit in how words are counted.
 
 BEST, WORST = 3.0, -3.0
 
@@ -325,8 +294,8 @@ def known_sentences(animal, kind):
 
 
 def judge(prompt, response):
-    """How good is a response? 3.0: correct, friendly, to the point. 2.0: correct and plain. Down to
-    -3.0. Raises ValueError for an unknown prompt; takes any response whatever."""
+    """How good is any response? 3.0: correct, friendly, to the point. 2.0: correct and plain. Down
+    to -3.0. Raises ValueError for an unknown prompt."""
     known = known_sentences(*fact_asked(prompt))
     if not response:
         return WORST
@@ -345,24 +314,20 @@ def judge(prompt, response):
     return max(WORST, min(BEST, content + courtesy - faults))
 
 
-def sigmoid(x):
-    return 1.0 / (1.0 + math.exp(-x))
-
-
 # ----------------------------------------------------------------------
-# The files. Only `random()` and `choices()` are used: Python promises their results for a seed, not
-# those of `sample` or `shuffle`.
+# The files. Only random() and choices() are used: Python promises their results for a seed, not
+# those of sample() or shuffle().
 
 ROWS = {"sft_train": 84_000, "sft_val": 4_000, "pref_train": 80_000, "pref_val": 8_000}
 HELD_OUT = 50  # prompts that appear in *_val only: one phrasing each of this many facts
+VAL_PROMPTS = 128  # in prompts_val: those, and others from prompts_train
 
 
 def split_prompts(rng):
-    """-> the prompts of both splits. Of each fact four phrasings or more stay in training."""
+    """-> the prompts to train on, and those held out. Four phrasings or more of each fact stay."""
     facts = sorted(FACTS, key=lambda _: rng.random())[:HELD_OUT]
     held_out = {rng.choices(questions(*fact))[0] for fact in facts}
-    train = [prompt for prompt in PROMPTS if prompt not in held_out]
-    return {"train": train, "val": list(PROMPTS)}
+    return [prompt for prompt in PROMPTS if prompt not in held_out], sorted(held_out)
 
 
 @lru_cache(None)
@@ -382,9 +347,9 @@ def demonstration(rng, prompts):
 
 
 def label(rng, prompt, a, b):
-    """A row of the pairs, labelled with noise, by Bradley-Terry:
-    P(a is chosen over b) = sigmoid(judge(a) - judge(b))."""
-    if rng.random() >= sigmoid(judge(prompt, a) - judge(prompt, b)):
+    """A row of the pairs, labelled with noise, by Bradley-Terry."""
+    # P(a is chosen over b) = sigmoid(judge(a) - judge(b))
+    if rng.random() >= 1 / (1 + math.exp(judge(prompt, b) - judge(prompt, a))):
         a, b = b, a
     return {"prompt": prompt, "chosen": a, "rejected": b}
 
@@ -400,88 +365,47 @@ def preference(rng, prompts):
 
 def make_rows(seed):
     """seed -> {name of the file: rows}."""
-    rng = random.Random(seed)
-    prompts = split_prompts(rng)
-    rows = {f"prompts_{split}": [{"prompt": x} for x in prompts[split]] for split in prompts}
+    rng, rows = random.Random(seed), {}
+    seen, held_out = split_prompts(rng)
+    prompts = {"train": seen, "val": list(PROMPTS)}
     for name, n in ROWS.items():
         task, split = name.split("_")
         make = demonstration if task == "sft" else preference
         rows[name] = [make(rng, prompts[split]) for _ in range(n)]
+    asked = sorted(seen, key=lambda _: rng.random())[: VAL_PROMPTS - HELD_OUT] + held_out
+    rows["prompts_train"] = [{"prompt": x} for x in seen]
+    rows["prompts_val"] = [{"prompt": x} for x in sorted(asked, key=lambda _: rng.random())]
     return rows
 
 
-def mean(numbers):
-    return math.fsum(numbers) / len(numbers)
-
-
-def ceilings(rows, seed):
-    """What the best possible models reach on these rows, in nats; README.md explains each."""
-    sft, pref = rows["sft_val"], rows["pref_val"]
-    scores = [[judge(row["prompt"], row[x]) for x in ("chosen", "rejected")] for row in pref]
-    gaps = [chosen - rejected for chosen, rejected in scores]
-    # The phrasing of a question changes the words of its echoes, and neither a probability nor a
-    # score: one of the five is enough.
-    entropies, best_shares = [], []
-    for fact in FACTS:
-        prompt = questions(*fact)[0]
-        dist = crowd(prompt)
-        entropies.append(entropy(dist))
-        best_shares.append(math.fsum(p for text, p in dist.items() if judge(prompt, text) == BEST))
-    return {
-        "seed": seed,
-        "entropy_per_completion": mean(entropies),
-        "val_nats": -math.fsum(math.log(crowd(row["prompt"])[row["completion"]]) for row in sft),
-        "label_accuracy": mean([1.0 if gap > 0 else 0.5 if gap == 0 else 0.0 for gap in gaps]),
-        "label_loss": mean([-math.log(sigmoid(gap)) for gap in gaps]),
-        "best_judge": BEST,
-        "crowd_judge": mean([judge(row["prompt"], row["completion"]) for row in sft]),
-        "crowd_best_share": mean(best_shares),
-    }
-
-
 def write_data(folder, seed=0):
-    """Write the six .jsonl files and ceilings.json into a new `folder`; -> (rows, ceilings).
-
-    They are completed in a temporary folder beside it first, so that an interrupted run leaves
-    nothing half-written. Raises OSError where that is not possible, or `folder` is there.
-    """
+    """Write the six files into a new folder -> their rows. They are finished in a temporary folder
+    beside it: an interrupted run leaves nothing half-written."""
     folder = Path(folder)
     if folder.exists():
-        raise FileExistsError(f"{folder} is there already; choose another --out, or remove it")
+        raise UserError(f"{folder}: is there already; choose another --out, or remove it")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
         # One level down: the temporary folder itself is private to this user.
-        staged = Path(temporary) / "data"
-        staged.mkdir()
-        rows = make_rows(seed)
+        staged, rows = Path(temporary) / "data", make_rows(seed)
         for name in rows:
-            lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows[name])
-            (staged / f"{name}.jsonl").write_bytes(lines.encode())
-        limits = ceilings(rows, seed)
-        (staged / "ceilings.json").write_bytes((json.dumps(limits, indent=2) + "\n").encode())
+            write_jsonl(staged / f"{name}.jsonl", rows[name])
         staged.rename(folder)
-    return rows, limits
+    return rows
 
 
 def main():
     parser = argparse.ArgumentParser(
-        description="Make the default data set: questions at the zoo and answers of a crowd.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", default="data/zoo", help="new folder to write into")
-    text = "draws the rows and the held-out questions"
-    parser.add_argument("--seed", type=int, default=0, help=text)
+    parser.add_argument("--out", default="data/zoo", help="new folder (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     args = parser.parse_args()
     try:
-        rows, limits = write_data(args.out, args.seed)
-    except OSError as error:
-        parser.exit(2, f"zoo.py: error: {error}\n")
-    for name in rows:
-        print(f"{name + '.jsonl':24}{len(rows[name]):>8,} rows")
-    words = [len(row["completion"].split()) for row in rows["sft_train"]]
-    print(f"{'words per completion':24}{mean(words):>8.2f} mean, {max(words)} longest")
-    for name, value in limits.items():
-        print(f"{name:24}{value:>8.7g}")
+        for name, rows in write_data(args.out, args.seed).items():
+            print(f"{name + '.jsonl':24}{len(rows):>8,} rows")
+    except (UserError, OSError) as error:
+        parser.exit(2, f"zoo.py: {error}\n")
 
 
 if __name__ == "__main__":

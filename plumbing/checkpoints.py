@@ -1,13 +1,13 @@
 """Models in files, read without running any code that the files hold."""
 
 import dataclasses
+import hashlib
 from pathlib import Path
 
 import torch
 
+from data.files import UserError, write_file
 from minippo import GPT, GPTConfig, RewardModel
-from plumbing.errors import UserError
-from plumbing.files import write_file
 from plumbing.tokenizer import Tokenizer
 
 
@@ -35,7 +35,8 @@ def read_contents(path, kinds, mmap=True):
 
 
 def save_checkpoint(path, kind, model, tokenizer, **facts):
-    """All that a model needs, in one file. kind: "sft" or "ppo" (a GPT), "rm" (a RewardModel)."""
+    """All that a model needs, in one file. kind: "sft" or "ppo" (a GPT), "rm" (a RewardModel).
+    facts: figures, and "sft", the fingerprint of the SFT model that it was made from."""
     vocabulary = [token.decode("latin-1") for token in tokenizer.tokens]
     contents = {"kind": kind, "config": dataclasses.asdict(model.config), "vocabulary": vocabulary}
     write_contents(path, contents | {"model": model.state_dict(), "facts": facts})
@@ -60,3 +61,11 @@ def load_weights(path, kind, model):
     model.zero_grad()  # first: what it frees is enough for what is read
     model.load_state_dict(read_contents(path, [kind], mmap=False)["model"])
     model.eval()
+
+
+def fingerprint(model):
+    """A few letters that change with the weights, and with nothing else."""
+    digest = hashlib.sha256()
+    for x in model.state_dict().values():
+        digest.update(x.cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,12 +1,12 @@
-"""Errors that a user can put right, and how a script ends when there is one."""
+"""How a script ends when something is wrong that the user can put right."""
 
 import re
 import sys
 from pathlib import Path
 
+from data.files import UserError
 
-class UserError(ValueError):
-    """Something the user can put right. The scripts print it on one line and exit with status 2."""
+__all__ = ["UserError", "printable", "run_script"]
 
 
 def printable(text, keep="\n"):
@@ -42,8 +42,5 @@ def explain(error):
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'output'}: {error.strerror}"
     if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", text):
-        smaller = (
-            "--micro_batch 1 (train_ppo.py: --rollout_batch 8 too) needs less, also with --resume"
-        )
-        return f"not enough memory ({text[:100]}); in training, {smaller}"
+        return f"not enough memory ({text[:100]}); --micro_batch 1 needs less, also with --resume"
     return ""

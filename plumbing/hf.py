@@ -6,8 +6,7 @@
     python sample.py FOLDER ...                      samples from such a policy, or any other GPT-2
 
 As here, no text gives the end token. The tokenizer of a reward model appends it, where the score is
-read. It encodes prompt and response apart, as we do, if they are two arguments; joined, a token may
-cross the border.
+read, and encodes prompt and response apart, if they are two arguments.
 """
 
 import json
@@ -19,7 +18,7 @@ import torch
 from minippo import GPT, GPTConfig, RewardModel
 from plumbing.checkpoints import load_checkpoint
 from plumbing.errors import UserError, run_script
-from plumbing.settings import read_flags
+from plumbing.flags import read_flags
 from plumbing.tokenizer import Tokenizer
 
 END = "<|endoftext|>"
@@ -58,7 +57,7 @@ def read_vocabulary(source, theirs, size):
     Theirs may number its `size` tokens in any order.
     """
     ids, file = theirs.get_vocab(), json.loads(theirs.backend_tokenizer.to_str())
-    cut = file["pre_tokenizer"] or {}
+    cut = file["pre_tokenizer"]
     # tiktoken merges in the order of the ids: so ours are the bytes, then what the merges make.
     words = sorted(CHARACTERS.values(), key=lambda character: ids.get(character, 0))
     words += [*dict.fromkeys(a + b for a, b in file["model"].get("merges", [])), END]
@@ -93,8 +92,8 @@ def read_gpt2(source, dropout=0.0):
         hint = "without a network, give a folder with config.json, model.safetensors, vocabulary"
         raise UserError(f"{source}: could not be read ({reason}); {hint}")
     c, gpt2 = theirs.config, transformers.GPT2Config()
-    wrong = [f"{name} in {kind}" for kind, names in info.items() for name in names]
-    wrong = [text for text in wrong if "attn.masked_bias" not in text]  # in old files
+    found = [f"{name} in {kind}" for kind, names in info.items() for name in names]
+    wrong = [text for text in found if "attn.masked_bias" not in text]  # old files have it
     wrong += [f"{x} {getattr(c, x)}" for x in FIXED if getattr(c, x) != getattr(gpt2, x)]
     if not torch.equal(theirs.lm_head.weight, theirs.transformer.wte.weight):
         wrong.append("lm_head without the weights of wte")
@@ -132,26 +131,29 @@ def write_tokenizer(tokenizer, folder, context, scorer):
         fast.post_processor = tokenizers.processors.TemplateProcessing(*ends)
     # Text that spells the end token is split into ordinary tokens.
     settings = {"model_max_length": context, "split_special_tokens": True, **special}
+    settings["model_input_names"] = ["input_ids", "attention_mask"]  # no types of tokens
     PreTrainedTokenizerFast(tokenizer_object=fast, **settings).save_pretrained(folder)
 
 
 @torch.no_grad()
 def export(path, folder, overwrite=False):
-    """Write a checkpoint in the Hugging Face format. A reward model gets a token more, to
-    pad; the cap of its scores is in its config, for read_scorer()."""
+    """Write a checkpoint in the Hugging Face format. A reward model gets a token more, to pad. Its
+    config has the cap of its scores, score_cap, which transformers does not apply."""
     transformers = import_transformers()
     model, tokenizer, _ = load_checkpoint(path, ("ppo", "sft", "rm"))
     if Path(folder).is_dir() and any(Path(folder).iterdir()) and not overwrite:
         raise UserError(f"{folder}: is not empty; give another folder, or --overwrite")
     Path(folder).mkdir(parents=True, exist_ok=True)
     c, trunk, scorer = model.config, model.trunk, isinstance(model, RewardModel)
-    config = {"n_embd": c.channels, "n_layer": c.layers, "n_head": c.heads}
-    config |= {"n_positions": c.context, "vocab_size": c.vocab_size + scorer}
+    config = {"n_positions": c.context, "n_layer": c.layers, "n_head": c.heads}
+    config |= {"n_embd": c.channels, "vocab_size": c.vocab_size}
     config |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), c.dropout)
     config |= dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eos)
-    config |= {"num_labels": 1, "pad_token_id": c.vocab_size} if scorer else {}
-    config |= {"score_cap": model.cap.item()} if scorer else {}
-    kind = transformers.GPT2ForSequenceClassification if scorer else transformers.GPT2LMHeadModel
+    kind = transformers.GPT2LMHeadModel
+    if scorer:
+        kind, pad = transformers.GPT2ForSequenceClassification, c.vocab_size
+        config |= {"vocab_size": pad + 1, "pad_token_id": pad}
+        config |= {"num_labels": 1, "score_cap": model.cap.item()}
     out = kind(transformers.GPT2Config(**config))
     if scorer:
         weight = trunk.token_embedding.weight
@@ -164,22 +166,6 @@ def export(path, folder, overwrite=False):
     out.save_pretrained(folder)
     write_tokenizer(tokenizer, folder, c.context, scorer)
     print(f"wrote {folder}: {kind.__name__}")
-
-
-def read_scorer(folder, device="cpu"):
-    """An exported reward model: a function of B prompts and B ended responses -> B floats."""
-    transformers = import_transformers()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
-    model = model.to(device).eval()
-
-    @torch.no_grad()
-    def score(prompts, responses):
-        rows = tokenizer(prompts, responses, padding=True, return_tensors="pt").to(device)
-        logits = model(rows["input_ids"], attention_mask=rows["attention_mask"]).logits
-        return logits[:, 0].clamp(max=model.config.score_cap).tolist()
-
-    return score
 
 
 @dataclass

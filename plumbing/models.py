@@ -1,70 +1,65 @@
 """The models that stage 3 needs. Scores come from a reward model, or from any function of prompts and
 responses. Both end as score(tokens, mask) -> (B,)."""
 
+import copy
 import dataclasses
+import hashlib
 import importlib
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
 
+import minippo
 from minippo import GPT, RewardModel, frozen_copy, row_lengths
-from plumbing.checkpoints import load_checkpoint
+from plumbing.checkpoints import fingerprint, load_checkpoint
 from plumbing.errors import UserError
-from plumbing.training import add_critic
 from plumbing.tokenizer import Tokenizer, texts_of
 
-LARGEST = 1e6  # score; with far larger ones the loss is no number
+LARGEST_SCORE = 1e6  # with far larger ones the loss is no number
 
 
 @dataclass
 class Models:
     policy: GPT  # to be trained: the SFT model, unless another is given
-    reference: GPT  # frozen: the SFT model, unless another is given
+    ref: GPT  # frozen: the SFT model
     reward_model: RewardModel | None  # frozen; None where a function takes its place
     score: Callable  # (tokens, mask) -> (B,)
     tokenizer: Tokenizer
-    facts: dict  # the figures that the models are known by: {"sft": ..., "rm": ...}
+    facts: dict  # what is known of the models: {"sft": figures, "rm": figures, "made_from": ...}
 
 
-def load_models(folder, device, reward="", policy="", reference="", separate_critic=False):
+def load_models(folder, device, policy="", reward="", separate_critic=False):
     """sft.pt of a folder and its rm.pt, or instead of the latter the function that `reward` names.
 
-    policy, reference: checkpoints that take the place of sft.pt as what is trained, and as what it
-    is compared with. separate_critic: the policy gets a value network of its own.
+    policy: a checkpoint to train instead of sft.pt, from which it must have been made.
+    separate_critic: the policy gets a value network of its own.
     """
-    if not (Path(folder) / "sft.pt").exists():
+    folder = Path(folder)
+    if not (folder / "sft.pt").exists():
         hint = "train_sft.py makes it; --models names the folder if it is another one"
         raise UserError(f"{folder}/sft.pt: not found; {hint}")
-    sft, tokenizer, sft_facts = load_checkpoint(Path(folder) / "sft.pt", ["sft"], device)
+    sft, tokenizer, sft_facts = load_checkpoint(folder / "sft.pt", ["sft"], device)
+    made_from = {"sft.pt": fingerprint(sft)}
+    facts = {"sft": sft_facts, "rm": {}, "made_from": made_from}
 
-    def load_relative(path):
-        model, relative_tokenizer, _ = load_checkpoint(path, ["ppo", "sft"], device)
-        config = dataclasses.replace(model.config, separate_critic=False)
-        if relative_tokenizer.tokens != tokenizer.tokens or config != sft.config:
-            raise UserError(f"{path}: was not made from {folder}/sft.pt")
-        return model
+    def load_descendant(path, kinds):
+        model, _, model_facts = load_checkpoint(path, kinds, device)
+        made_from[Path(path).name] = fingerprint(model)
+        if made_from["sft.pt"] not in (model_facts.get("sft"), fingerprint(model)):
+            raise UserError(f"{path}: was not made from {folder}/sft.pt; make it again")
+        return model, model_facts
 
-    reward_model, facts = None, {"sft": sft_facts}
-    if reference:  # it is read again when a run goes on: it must be the same
-        other = load_relative(reference)
-        facts["reference"] = sum(x.double().norm().item() for x in other.parameters())
-    reference = frozen_copy(other if reference else sft)
-    policy = load_relative(policy) if policy else sft
+    reward_model, ref = None, frozen_copy(sft)
+    policy = load_descendant(policy, ["ppo", "sft"])[0] if policy else sft
     if reward:
-        score = text_reward(load_function(reward), tokenizer)
+        function, made_from["reward"] = load_function(reward)
+        score = text_reward(function, tokenizer)
     else:
-        reward_model, rm_tokenizer, facts["rm"] = load_checkpoint(
-            Path(folder) / "rm.pt", ["rm"], device
-        )
-        same = rm_tokenizer.tokens == tokenizer.tokens and reward_model.config == sft.config
-        # The figures of the SFT model that it was made from; older files do not hold them.
-        if not same or facts["rm"].pop("sft", sft_facts) != sft_facts:
-            stale = "rm.pt was not made from sft.pt; run train_rm.py again after train_sft.py"
-            raise UserError(f"{folder}: {stale}")
+        reward_model, facts["rm"] = load_descendant(folder / "rm.pt", ["rm"])
         reward_model = frozen_copy(reward_model)
 
         def score(tokens, mask):
@@ -72,27 +67,44 @@ def load_models(folder, device, reward="", policy="", reference="", separate_cri
 
     if separate_critic:
         add_critic(policy, reward_model)
-    return Models(policy, reference, reward_model, score, tokenizer, facts)
+    return Models(policy, ref, reward_model, score, tokenizer, facts)
+
+
+def add_critic(policy, reward_model):
+    """Give the policy, in place, a value network of its own, which starts as the reward model (as
+    in InstructGPT)."""
+    if policy.critic is not None:  # of an earlier round: it goes on
+        return
+    if reward_model is None:
+        missing = "with --reward there is none"
+        raise UserError(f"--separate_critic starts from the reward model, and {missing}")
+    policy.config = dataclasses.replace(policy.config, separate_critic=True)
+    policy.critic = copy.deepcopy(reward_model.trunk).requires_grad_(True)
+    head, std = reward_model.score_head, reward_model.std
+    with torch.no_grad():  # value = normalised score = (head(hidden) - mean) / std
+        policy.value_head.weight.copy_(head.weight / std)
+        policy.value_head.bias.copy_((head.bias - reward_model.mean) / std)
 
 
 def load_function(name):
-    """ "module:function" -> the function; the current folder is where the module is looked for last."""
+    """ "module:function" -> the function, and a fingerprint of its file. The current folder is where
+    the module is looked for last."""
     module, _, function = name.partition(":")
     sys.path.append("")
     try:
-        found = getattr(importlib.import_module(module), function)
-        if not callable(found):
-            raise TypeError(f"{function} is no function")
-        return found
-    except (
-        Exception
-    ) as error:  # the module is the user's: it may raise anything when it is imported
+        module = importlib.import_module(module)
+        source = Path(module.__file__).read_bytes()
+        return getattr(module, function), hashlib.sha256(source).hexdigest()[:16]
+    except Exception as error:  # the module is the user's: it may raise anything
         wanted = "should be module:function, for instance my:score for score() in my.py"
         raise UserError(f"--reward {name}: {type(error).__name__}: {error}; {wanted}")
 
 
 def text_reward(function, tokenizer):
-    """A function of lists of prompts and responses, (texts, texts) -> numbers, as score(tokens, mask) -> (B,)."""
+    """A function of lists of prompts and responses, (texts, texts) -> numbers, as score(tokens, mask)
+    -> (B,). One with the attribute `reads_tokens` is given tokens and mask."""
+    if getattr(function, "reads_tokens", False):
+        return function
 
     def score(tokens, mask):
         texts = texts_of(tokenizer, tokens, mask)
@@ -100,25 +112,47 @@ def text_reward(function, tokenizer):
             scores = function(*texts)
         except Exception as error:  # it is the user's code: it may raise anything
             where = traceback.extract_tb(error.__traceback__)[-1]
-            raise UserError(
-                f"--reward: {type(error).__name__}: {error} ({where.filename}, line {where.lineno})"
-            ) from error
-        wanted = f"{len(tokens)} responses should get a list of {len(tokens)} numbers"
-        wanted = f"--reward: {wanted} from {-LARGEST:,.0f} to {LARGEST:,.0f}"
+            place = f"{where.filename}, line {where.lineno}"
+            raise UserError(f"--reward: {type(error).__name__}: {error} ({place})") from error
+        count = len(tokens)
+        wanted = f"--reward: {count} responses should get a list of {count} numbers"
         try:
-            if isinstance(scores, dict | set | str):  # keys or letters are no scores
-                raise TypeError
             numbers = torch.tensor([float(x) for x in scores], device=tokens.device)
-        except (TypeError, ValueError, OverflowError, RuntimeError):  # no list, or not of numbers
-            raise UserError(f"{wanted}, got {getattr(scores, 'shape', repr(scores)[:80])}")
-        if len(numbers) != len(tokens):
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            raise UserError(f"{wanted}, got {repr(scores)[:80]}")
+        if len(numbers) != count:
             raise UserError(f"{wanted}, got {len(numbers)}")
-        wrong = ~(numbers.abs() <= LARGEST)  # NaN too
+        wrong = ~(numbers.abs() <= LARGEST_SCORE)  # NaN too
         if wrong.any():
             bad = int(wrong.nonzero()[0])
-            raise UserError(
-                f"{wanted}, got {numbers[bad].item()} for {(texts[0][bad] + texts[1][bad])[:80]!r}"
-            )
+            about = (texts[0][bad] + texts[1][bad])[:80]
+            limit = f"none beyond {LARGEST_SCORE:,.0f}"
+            raise UserError(f"{wanted}, {limit}; got {numbers[bad].item()} for {about!r}")
         return numbers
 
     return score
+
+
+@dataclass
+class Algorithm:
+    """PPO, or what a file of variations/ puts in its place."""
+
+    Settings: type = minippo.PPOConfig  # PPO's settings, and perhaps others; each is a flag
+    compute_advantages: Callable = minippo.compute_advantages  # (batch, config)
+    loss: Callable = minippo.ppo_loss  # (policy, batch, config)
+    UNREAD: tuple = ()  # PPO's flags that have no effect
+
+
+def load_algorithm(name):
+    """ "ppo", or the name of a file in variations/ that has one of the two functions, or both."""
+    if name == "ppo":
+        return Algorithm()
+    try:
+        module = importlib.import_module(f"variations.{name}")
+    except ModuleNotFoundError:
+        module = None
+    own = {x.name: getattr(module, x.name) for x in fields(Algorithm) if hasattr(module, x.name)}
+    if not {"compute_advantages", "loss"} & own.keys() or hasattr(module, "main"):
+        wanted = "should be ppo, or a file of variations/ with compute_advantages() or loss()"
+        raise UserError(f"--algorithm {name}: {wanted}")
+    return Algorithm(**own)

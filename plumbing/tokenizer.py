@@ -73,9 +73,7 @@ class Tokenizer:
             if pairs[new] < 2:  # no pair at all counts 0
                 break
             tokens.append(new)
-            for word in where.pop(
-                new
-            ):  # only the words that hold the pair change: this takes seconds
+            for word in where.pop(new):  # only these words change: this takes seconds
                 count(word, -1)
                 parts[word] = join_pairs(parts[word], new)
                 count(word, +1)

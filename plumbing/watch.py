@@ -1,78 +1,81 @@
-"""What train_ppo.py looks at besides the metrics: do the settings, the start, and the KL make sense?"""
+"""What train_ppo.py looks at: do the settings, the start and each iteration make sense? And a few
+responses token by token, for the page."""
 
+import json
 import math
 import time
 
 import torch
 
-from minippo import evaluate_actions, kl_per_response, row_lengths, score_responses
+from data.files import read_log, write_file
+from data.truth import judge_of
+from minippo import draw, evaluate_actions, gather_logprobs, generate, kl_per_response, row_lengths
+from minippo import score_responses, trace
 from plumbing.errors import UserError
-from plumbing.fast import generate
 from plumbing.page import write_page
-from plumbing.recorder import Recorder
-from plumbing.report import truth_about
 from plumbing.tokenizer import texts_of
-from plumbing.training import reward_model_warnings
 
-# A response went astray if its KL exceeds 20 nats plus 10 times that of the median response.
-ASTRAY_NATS, ASTRAY_MEDIANS = 20.0, 10.0
-SPREAD = (0.02, 20.0)  # of the first scores; beyond these the default beta means something else
+SPREAD = 0.02, 20.0  # of the first scores; beyond these the default beta means something else
+ASTRAY = 20.0, 10.0  # a response is with a KL of 20 nats plus 10 times that of the median response
+COLLAPSED = 100.0, 0.02  # a policy is at a mean KL above, or an entropy per token below
+FEW = 16  # responses whose means are not relied on
+RESPONSES = 6  # traced in an iteration
 PAGE_SECONDS = 60  # between two versions of the page
 
 
 def check_settings(config, stage):
     """UserError for numbers that do not go together."""
-    if config.minibatches > stage.batch_size:
-        raise UserError(
-            f"--minibatches {config.minibatches}: more than --batch_size {stage.batch_size}"
-        )
-    if stage.batch_size % stage.group_size:
-        groups = f"should be a multiple of {stage.group_size}, the group size"
-        raise UserError(f"--batch_size {stage.batch_size}: {groups}")
+    k = getattr(config, "k", 1)
+    if stage.batch_size % k or config.minibatches > stage.batch_size:
+        rule = f"at least --minibatches {config.minibatches}, and a multiple of --k {k}"
+        raise UserError(f"--batch_size {stage.batch_size}: should be {rule}")
     if stage.kl_horizon < math.inf and not config.kl_coef:
         raise UserError("--kl_horizon has no effect with --kl_coef 0: beta would stay 0")
+    if stage.separate_critic and stage.head_lr != type(stage).head_lr:
+        raise UserError("--head_lr has no effect with --separate_critic; leave it out")
 
 
-def warn_about(prompts, models, config):
-    """Say what does not go together, before it costs a run."""
-    context, longest = models.policy.config.context, config.max_new_tokens
-    short = sum(len(prompt) + longest > context for prompt in prompts)
-    if short:
-        room = f"leave less than {longest} tokens of the context of {context} for a response"
-        print(f"warning: {short:,} of {len(prompts):,} prompts {room} (--max_new_tokens)")
-    rm = models.facts.get("rm", {})
-    if rm.get("max_new_tokens", longest) != longest:
-        lengths = f"answers of up to {rm['max_new_tokens']} tokens, and PPO writes up to {longest}"
-        scale = "scores have mean 0 and standard deviation 1 on"
-        print(f"warning: {scale} {lengths}; run train_rm.py with --max_new_tokens {longest}")
-    for doubt in reward_model_warnings(rm):
-        print(doubt)
+def doubts_about(rm):
+    """What its validation says against a reward model, in sentences. rm: its figures."""
+    if rm.get("val_loss", 0.0) >= math.log(2):
+        yield "warning: at no time was the reward model better than guessing (loss 0.693)"
+    pairs = rm.get("val_pairs", math.inf)  # by chance a half is right, ± 0.5 / sqrt(pairs)
+    if rm.get("val_accuracy", 1.0) <= 0.5 + 1 / math.sqrt(pairs):
+        right = f"{100 * rm['val_accuracy']:.1f} % of {pairs:,} validation pairs right"
+        yield f"warning: {right} is not clearly better than chance; the reward may be noise"
 
 
 @torch.no_grad()
 def check_start(policy, ref, score, prompts, config, stage, dtype):
     """Nothing has been trained yet, so pi / old must be 1 at every token, and the KL 0, unless
-    --policy or --reference was given. If they are not, sampling and scoring disagree (padding?
-    dropout? temperature?): training makes no sense.
-
-    In bfloat16 single tokens are off by its rounding, so there the mean is judged.
+    --policy was given. UserError if they are not: sampling and scoring disagree (dropout?
+    temperature?). In bfloat16 single tokens are off by its rounding, so there the mean is judged.
     """
-    prompts = prompts[: stage.rollout_batch or stage.batch_size]
-    tokens, mask, sampled, _ = generate(policy, prompts, config.max_new_tokens, config.temperature)
-    scored, ref_logprobs = (
-        evaluate_actions(model, tokens, mask, config.temperature, with_entropy=False)[0]
-        for model in (policy, ref)
-    )
-    off = ((scored - sampled).exp() - 1).abs()[mask]  # of the ratio
-    nats = (scored - ref_logprobs).abs()[mask]
+    context, longest = policy.config.context, config.max_new_tokens
+    if short := sum(len(prompt) + longest > context for prompt in prompts):
+        room = f"leave less than {longest} tokens of the context of {context} for a response"
+        print(f"warning: {short:,} of {len(prompts):,} prompts {room} (--max_new_tokens)")
+    drawn = []  # log-probabilities by which generate() draws, column by column
+
+    def draw_and_record(logits):
+        token = draw(logits)
+        drawn.append(gather_logprobs(logits, token))
+        return token
+
+    prompts = prompts[: config.micro_batch or stage.batch_size]
+    temperature, when = config.temperature, "before the first update"
+    tokens, mask, logprobs, _ = generate(policy, prompts, longest, temperature, draw_and_record)
+    ref_logprobs, _, _ = evaluate_actions(ref, tokens, mask, temperature)
+    nats = (logprobs - ref_logprobs).abs()[mask].max().item()
+    last = slice(-len(drawn), None)  # the columns of the responses
+    off = ((logprobs[:, last] - torch.stack(drawn, 1)).exp() - 1).abs()[mask[:, last]]
     off = (off.max() if dtype == "float32" else off.mean()).item()
-    tolerance, when = 1e-3 if dtype == "float32" else 0.05, "before the first update"
+    tolerance = 1e-3 if dtype == "float32" else 0.05
     if not off <= tolerance:
         raise UserError(f"{when} a ratio is {off:.4f} off 1: sampling and scoring disagree")
-    from_sft = not (stage.policy or stage.reference)
-    if from_sft and not nats.max() <= tolerance:
-        raise UserError(f"{when} a token is {nats.max():.4f} nats away from the reference, not 0")
-    kl = " and the KL to the reference is 0" * from_sft
+    if not stage.policy and not nats <= tolerance:
+        raise UserError(f"{when} a token is {nats:.4f} nats away from the reference, not 0")
+    kl = "" if stage.policy else " and the KL to the reference is 0"
     print(f"checked: {when} the ratio is 1{kl}")
     scores, _ = score_responses(score, tokens, mask, config, policy.config.eos)
     spread = scores.std(correction=0).item()
@@ -81,70 +84,91 @@ def check_start(policy, ref, score, prompts, config, stage, dtype):
         print(f"warning: the standard deviation of the first scores is {spread:.3g}; {suits}")
 
 
-def check_kl(batch, tokenizer):
-    """Warn if the KL is below 0, which a true KL cannot be, and of responses that went astray.
+def faults(metrics, kl, responses):
+    """What is wrong with an iteration -> {kind: sentence}. kl: of each response.
 
-    Astray: after a beginning that the policy hardly ever writes, nothing keeps it near the
-    reference. If such a beginning is drawn all the same, what follows is no language, and often
-    does not end. (See "An accident worth knowing" in RESULTS.md.)
+    Astray: nothing keeps a policy near the reference after a beginning that it hardly ever writes.
+    If one is drawn all the same, what follows is no language. ("An accident" in RESULTS.md.)
     """
-    kl, _ = kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], batch["mask"])
-    mean, error = kl.mean().item(), kl.std(correction=0).item() / math.sqrt(len(kl))
-    if len(kl) >= 16 and mean < -4 * error - 1e-4:  # the error of a few is not to be relied on
-        print(f"warning: KL {mean:.3f} ± {error:.3f} is below 0: sampling and scoring disagree")
-    astray = kl > ASTRAY_NATS + ASTRAY_MEDIANS * kl.median()
+    found, astray = {}, kl > ASTRAY[0] + ASTRAY[1] * kl.median()
     if astray.any():
-        worst = [int(kl.argmax())]
-        _, (text,) = texts_of(tokenizer, batch["tokens"][worst], batch["mask"][worst])
         count = f"{int(astray.sum())} of {len(kl)} responses went astray"
-        print(f"warning: {count}. KL {kl.max():.0f}: {text[:80]!r}")
+        found["astray"] = f"{count}. KL {kl.max():.0f}: {responses[int(kl.argmax())][:80]!r}"
+    if len(kl) < FEW:
+        return found
+    mean, error = kl.mean().item(), kl.std(correction=0).item() / math.sqrt(len(kl))
+    if mean < -4 * error - 1e-4:
+        found["sign"] = f"KL {mean:.3f} ± {error:.3f} is below 0: sampling and scoring disagree"
+    if mean > COLLAPSED[0] or metrics["entropy"] < COLLAPSED[1]:
+        figures = f"KL {mean:.0f}, entropy {metrics['entropy']:.3f} nats per token"
+        found["collapse"] = f"{figures}: the policy may have collapsed (a smaller --lr?)"
+    if not metrics["eos_rate"]:
+        found["end"] = "no response has ended by itself (a larger --max_new_tokens?)"
+    return found
 
 
-def show_responses(batch, tokenizer):
-    """Print two responses with their scores and KLs."""
-    kl, _ = kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], batch["mask"])
-    rows = [0, len(kl) // 2]
-    texts = zip(*texts_of(tokenizer, batch["tokens"][rows], batch["mask"][rows]))
-    for i, (prompt, response) in zip(rows, texts):
-        print(f"    {prompt + response!r}  score {batch['scores'][i]:.2f}  KL {kl[i]:.2f}")
+def traced(step, steps):
+    """Is iteration `step`, counted from 1, one of 1, 2, 5, 10, 20, 50, ..., or the last one?"""
+    return str(step).rstrip("0") in ("1", "2", "5") or step == steps
 
 
 class Watch:
-    """What follows an iteration: the log and the state, warnings, the page."""
+    """What follows an iteration: warnings, the log and the state, the traces, the page."""
 
-    def __init__(self, state, models, ref, config, stage):
-        self.state, self.models, self.ref = state, models, ref
-        self.config, self.stage = config, stage
-        self.recorder = Recorder(
-            state.run.out / "ppo_traces.jsonl",
-            state.settings,
-            models.tokenizer,
-            truth_about(state.run.data)[1],
-            models.policy,
-            ref,
-            config,
-            state.step,
-            stage.steps,
-        )
+    def __init__(self, state, models, config, stage):
+        self.state, self.models, self.config, self.stage = state, models, config, stage
+        config.kl_coef = state.values.get("kl_coef", config.kl_coef)  # of a run that goes on
+        self.judge = judge_of(state.run.data)
+        self.path = state.run.out / "ppo_traces.jsonl"
+        self.traces = [line for line in read_log(self.path) if line["step"] <= state.step]
         self.written = time.perf_counter()  # the page
+        self.warned = set()
+        rm = models.facts["rm"]
+        if (longest := rm.get("max_new_tokens", now := config.max_new_tokens)) != now:
+            scale = f"the scale of the scores is that of answers of up to {longest} tokens"
+            print(f"warning: {scale}, and PPO writes {now} (--max_new_tokens)")
+        for doubt in doubts_about(rm):
+            print(doubt)
 
-    def end_step(self, batch, metrics, kl_coef):
-        """batch, metrics: what ppo_iteration returned; kl_coef: beta of the next iteration."""
-        if len(metrics["passes"]) == 1:  # of a single pass they are the same numbers once more
-            metrics = {name: x for name, x in metrics.items() if name != "passes"}
-        if self.state.log is None:  # first: if it cannot be written, no file of an earlier run is
-            self.state.open_log()
-        # First what was recorded: on --resume, what lies beyond the saved step goes.
-        self.recorder.record(self.models.policy, self.ref, batch, metrics, self.config)
-        check_kl(batch, self.models.tokenizer)
-        if self.state.step % 40 == 0:
-            show_responses(batch, self.models.tokenizer)
-        self.state.values["kl_coef"] = kl_coef
+    def end_step(self, batch, metrics):
+        """batch: of the iteration, before its update; metrics: of both."""
+        step = self.state.step + 1
+        prompts, responses = texts_of(self.models.tokenizer, batch["tokens"], batch["mask"])
+        if self.judge:  # it only looks on
+            grades = [self.judge(*pair) for pair in zip(prompts, responses)]
+            metrics = metrics | {"judge": sum(grades) / len(grades)}
+        kl, _ = kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], batch["mask"])
+        for kind, text in faults(metrics, kl, responses).items():
+            if kind not in self.warned:
+                self.warned.add(kind)
+                print(f"warning: iteration {step}: {text}")
+        if step % 40 == 1:
+            figures = f"score {batch['scores'][0]:.2f}  KL {kl[0]:.2f}"
+            print(f"    {prompts[0] + responses[0]!r}  {figures}")
+        if traced(step, self.stage.steps):
+            # Before the state: on --resume, what lies beyond the saved step goes.
+            self.traces.append(self.trace(batch, prompts))
+            write_file(self.path, "".join(json.dumps(line) + "\n" for line in self.traces))
+        self.state.values["kl_coef"] = self.config.kl_coef
         tokens = int(row_lengths(batch["mask"]).sum())
-        self.state.end_step(metrics, tokens, show=["score", "kl", "entropy", "eos_rate"])
+        self.state.end_step(metrics, tokens, show=["score", "judge", "kl", "entropy", "eos_rate"])
         if time.perf_counter() - self.written > PAGE_SECONDS:
             self.written = time.perf_counter()
-            try:
-                write_page(self.state.run.out, self.stage.models)
-            except UserError as error:  # a full disk: no reason to end the run
-                print(f"warning: {error}")
+            write_page(self.state.run.out, self.stage.models)
+
+    @torch.no_grad()
+    def trace(self, batch, prompts):
+        """A line of ppo_traces.jsonl: some responses of the iteration, from the lowest score to the
+        highest, token by token."""
+        order = batch["scores"].argsort(stable=True)
+        rows = order[torch.linspace(0, len(order) - 1, min(RESPONSES, len(order))).long()]
+        part, policy = {name: x[rows] for name, x in batch.items()}, self.models.policy
+        tokens, mask = part["tokens"], part["mask"]
+        part["logprobs"], _, _ = evaluate_actions(policy, tokens, mask, self.config.temperature)
+        responses = [
+            {"prompt": prompts[row], "score": batch["scores"][row].item()}
+            | {"columns": trace(part, i, self.models.tokenizer.spell)}
+            for i, row in enumerate(rows.tolist())
+        ]
+        step = self.state.step + 1
+        return {"step": step, "settings": self.state.settings, "responses": responses}

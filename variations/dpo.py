@@ -1,5 +1,4 @@
-"""DPO, direct preference optimisation, another algorithm than PPO: from the pairs to the policy,
-with no reward model between.
+"""DPO, direct preference optimisation: from the pairs to the policy, with no reward model between.
 
     python -m variations.dpo           after train_sft.py and train_rm.py, on pref_train.jsonl
     python -m variations.dpo --ipo     with the loss of IPO
@@ -15,100 +14,89 @@ same x. So put this r into it, and train pi on the pairs (chosen, rejected). The
     DPO = -log sigmoid(beta * h)          Rafailov et al., arXiv:2305.18290, eq. 7
     IPO = (h - 1 / (2 beta))^2            Azar et al., arXiv:2310.12036, eq. 17: h has a target
 
-Scores are divided by their standard deviation, r is not; so the same --kl_coef is another price.
-The loss needs neither rm.pt nor samples. Both are only for the log and the report.
+Scores have standard deviation 1, r has not; so the same --kl_coef is another price. Samples and
+rm.pt are only for the log and the report.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from minippo import PPOConfig, average, batch_metrics, evaluate_actions, ppo_update
+from minippo import PPOConfig, batch_metrics, evaluate_actions, gradient_step
 from plumbing.checkpoints import save_checkpoint
-from plumbing.errors import UserError, run_script
+from plumbing.errors import run_script
+from plumbing.flags import RunConfig, prepare, read_flags
 from plumbing.models import load_models
-from plumbing.page import write_page
-from plumbing.report import make_report, print_report
-from plumbing.rows import pad_completions, read_ids, read_prompts
-from plumbing.settings import RunConfig, prepare, read_flags
+from plumbing.packing import packed
+from plumbing.report import finish_run
+from plumbing.rows import batch_of, in_parts, pad_completions, read_ids, read_prompts
 from plumbing.state import State, settings_of
-from plumbing.training import adamw, batch_of, loss_in_pieces, rollout_in_pieces, set_lr
-from plumbing.watch import Watch, check_settings, warn_about
+from plumbing.training import adamw, backward, rollout_in_pieces, set_lr
+from plumbing.watch import Watch
 from train_ppo import StageConfig
-from variations import CRITIC, TERMS, refuse_flags, take_flags
+from variations import NO_CRITIC
+
+UNREAD = (*NO_CRITIC, "clip_eps", "epochs", "algorithm", "kl_target", "kl_horizon")
+UNREAD += ("ref_update_every",)
+
+
+@dataclass
+class Settings(PPOConfig):
+    kl_coef: float = 0.1  # beta [1e-6, 1e6]
+    ipo: bool = False  # the loss of IPO instead
+    samples: int = 32  # responses per iteration, for the log [1, inf]
 
 
 def dpo_loss(chosen, rejected, beta, ipo=False):
-    """log(pi / ref) of the chosen and of the rejected answers, (B,) each -> mean over pairs, stats."""
+    """log(pi / ref) of chosen and rejected answers, (B,) each -> mean over the pairs, stats."""
     h = chosen - rejected
     losses = (h - 1 / (2 * beta)) ** 2 if ipo else -torch.nn.functional.logsigmoid(beta * h)
     loss, accuracy = losses.mean(), (h > 0).float().mean()
     return loss, {"loss": loss.item(), "accuracy": accuracy.item(), "margin": h.mean().item()}
 
 
-def pair_loss(policy, batch, config, ref, ipo=False):
-    """The loss of B pairs: tokens (B, 2, T), mask (B, 2, T-1)."""
-    tokens, mask = batch["tokens"].flatten(0, 1), batch["mask"].flatten(0, 1)  # (2B, T), (2B, T-1)
-    logprobs, _, _ = evaluate_actions(policy, tokens, mask, config.temperature, False)
-    with torch.no_grad():
-        ref_logprobs, _, _ = evaluate_actions(ref, tokens, mask, config.temperature, False)
-    chosen, rejected = (logprobs - ref_logprobs).sum(1).view(-1, 2).unbind(1)  # (B,) each
-    loss, stats = dpo_loss(chosen, rejected, config.kl_coef, ipo)
-    return loss, stats | {"count": len(chosen)}
-
-
-@dataclass
-class DPOConfig:
-    ipo: bool = False  # the loss of IPO instead
-    samples: int = 32  # responses per iteration, for the log [1, inf]
+def log_ratios(policy, ref, pairs, temperature):
+    """(prompt, chosen, rejected) as ids -> what dpo_loss needs."""
+    rows = [(prompt, answer) for prompt, *answers in pairs for answer in answers]
+    tokens, mask = pad_completions(rows, policy.lm_head.weight.device)  # (2B, T), (2B, T-1)
+    a, b = (evaluate_actions(x, tokens, mask, temperature)[0] for x in (policy, ref))
+    return (a - b).sum(1).view(-1, 2).unbind(1)
 
 
 def main():
-    flags = take_flags(__doc__, DPOConfig())
-    refuse_flags("clip_eps", "no_whiten", "group_size", *CRITIC, *TERMS)
-    refuse_flags("kl_target", "kl_horizon", "ref_update_every")
-    defaults = RunConfig(out="out/dpo"), PPOConfig(), StageConfig(models="out")
-    run, config, stage = read_flags(__doc__, *defaults)
-    check_settings(config, stage)
-    if not config.kl_coef:
-        raise UserError("--kl_coef 0: DPO would learn nothing; give a larger one")
+    defaults = RunConfig(out="out/dpo"), Settings(), StageConfig(models="out")
+    run, config, stage = read_flags(__doc__, *defaults, without=UNREAD)
+    stage.algorithm = "ipo" if config.ipo else "dpo"
     prepare(run)
-    models = load_models(stage.models, run.device, stage.reward, stage.policy, stage.reference)
-    policy, ref, tokenizer = models.policy.eval(), models.reference, models.tokenizer
-    context = policy.config.context
-    pairs = read_ids(run.data, "pref", "train", tokenizer, context)
-    prompts = read_prompts(run.data, "train", tokenizer, context)
-    val_prompts = read_prompts(run.data, "val", tokenizer, context)
+    models = load_models(stage.models, run.device, stage.policy, stage.reward)
+    for network in filter(None, (models.policy, models.ref, models.reward_model)):
+        packed(network, run.dtype, run.grad_checkpoint)
+    policy, ref, tokenizer = models.policy, models.ref, models.tokenizer
+    pairs = read_ids(run.data, "pref", "train", tokenizer, ref.config.context)
+    val_prompts = read_prompts(run.data, "val", tokenizer, ref.config.context)
     optimizer = adamw(policy, stage.lr, eps=stage.adam_eps)
+    made_from = models.facts["made_from"]
+    settings = settings_of(run, config, stage, data=(pairs, tokenizer.tokens)) | made_from
+    state = State("ppo", run, settings, {"policy": policy, "optimizer": optimizer})
+    watch = Watch(state, models, config, stage)
 
-    data = pairs, prompts, tokenizer.tokens
-    settings = settings_of(run, config, stage, flags, algorithm="DPO", data=data)
-    state = State("ppo", run, settings, models.facts, policy=policy, optimizer=optimizer)
-    warn_about(prompts, models, config)
-    watch = Watch(state, models, ref, config, stage)
-    rollout = rollout_in_pieces(stage.rollout_batch)
-    loss_of = loss_in_pieces(partial(pair_loss, ref=ref, ipo=flags.ipo), stage.micro_batch)
-    for step in state.steps_left(stage):
-        climb = (step + 1) / (stage.warmup + 1)
-        fall = (stage.steps - step) / max(1, stage.steps - stage.warmup)
-        lr = set_lr(optimizer, min(climb, fall))
-        some_prompts = batch_of(prompts, step, flags.samples, run.seed)
-        samples = rollout(policy, ref, models.score, some_prompts, config)
-        some_pairs = batch_of(pairs, step, stage.batch_size, run.seed)
-        answers = [(prompt, answer) for prompt, *pair in some_pairs for answer in pair]
-        tokens, mask = (x.unflatten(0, (-1, 2)) for x in pad_completions(answers, run.device))
-        passes = ppo_update(policy, optimizer, {"tokens": tokens, "mask": mask}, config, loss_of)
-        metrics = batch_metrics(samples, config.kl_coef) | average(passes)
-        watch.end_step(samples, metrics | {"passes": passes, "lr": lr}, config.kl_coef)
+    def loss(policy, pairs):
+        ratios = log_ratios(policy, ref, pairs, config.temperature)
+        return dpo_loss(*ratios, config.kl_coef, config.ipo)
 
-    save_checkpoint(run.out / "ppo.pt", "ppo", policy, tokenizer)
-    state.finish()
-    print(f"saved {run.out / 'ppo.pt'}{'' if stage.no_report else '; now the report'}")
-    if not stage.no_report:
-        seen = [prompt for prompt, *_ in pairs]
-        print_report(make_report(models, seen, val_prompts, run, config, stage, "DPO"))
-    print(f"open {write_page(run.out, stage.models)} in a browser to see the run")
+    for step in state.steps(stage.steps):
+        stats = {"lr": set_lr(optimizer, step, stage)}
+        some = batch_of(pairs, step, stage.batch_size, run.seed)
+        asked = [prompt for prompt, *_ in some[: config.samples]]
+        batch = rollout_in_pieces(policy, ref, models.score, asked, config)
+        for minibatch in in_parts(some, -(-len(some) // config.minibatches)):
+            optimizer.zero_grad()
+            stats |= backward(loss, policy, minibatch, config.micro_batch, len)
+            stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
+        watch.end_step(batch, stats | batch_metrics(batch, config))
+
+    save_checkpoint(run.out / "ppo.pt", "ppo", policy, tokenizer, sft=made_from["sft.pt"])
+    finish_run(models, [prompt for prompt, *_ in pairs], val_prompts, run, config, stage)
 
 
 if __name__ == "__main__":

@@ -1,74 +1,53 @@
 """Three reward models instead of one, against reward hacking: their mean, or the lowest score.
 
-    python -m variations.ensemble                              trains them in out/ensemble/1, 2, 3
+    for i in 1 2 3; do
+        mkdir -p out/ensemble/$i && cp out/sft.pt out/ensemble/$i
+        python train_rm.py --out out/ensemble/$i --seed $i --resume || break
+    done
     python train_ppo.py --models out --out out/minimum --reward variations.ensemble:minimum
 
-Reward hacking: PPO finds answers that a reward model scores too high. Models of other seeds err in
-other places (Coste et al., arXiv:2310.02743). Only the score differs from PPO:
+PPO finds answers that a reward model scores too high. Models of other seeds err in other places
+(Coste et al., arXiv:2310.02743). Only the score differs:
 
     variations.ensemble:mean       1/m * sum of r_i(x, y)    an error of one counts 1/m
     variations.ensemble:minimum    min of r_i(x, y)          high only where all agree
 
-All start from one SFT model and may share its errors (Eisenstein et al., arXiv:2312.09244). The
-environment variable ENSEMBLE names their folder, if it is another than out/ensemble.
+All start from one SFT model and may share its errors (Eisenstein et al., arXiv:2312.09244). If
+their folder is not out/ensemble, the environment variable ENSEMBLE names it.
 """
 
 import functools
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from minippo import row_lengths
 from plumbing.checkpoints import load_checkpoint
-from plumbing.errors import UserError, run_script
-from plumbing.rows import pad
-from plumbing.settings import RunConfig, read_flags
-from variations import ROOT, copy_files, run_python
+from plumbing.errors import UserError
 
 
-def mean(prompts, responses):
-    return scores(prompts, responses).mean(0).tolist()
+def mean(tokens, mask):
+    return scores(tokens, mask).mean(0)
 
 
-def minimum(prompts, responses):
-    return scores(prompts, responses).amin(0).tolist()
+def minimum(tokens, mask):
+    return scores(tokens, mask).amin(0)
 
 
-@torch.no_grad()
-def scores(prompts, responses):
-    """m reward models, B prompts and responses -> (m, B), each normalised by its train_rm.py."""
-    models, tokenizers, _ = zip(*members(os.environ.get("ENSEMBLE", "out/ensemble")))
-    encode, eos, context = tokenizers[0].encode, tokenizers[0].eos, models[0].config.context
-    rows = [[*encode(x), *encode(y), eos][:context] for x, y in zip(prompts, responses)]
-    rows = pad(rows, models[0].mean.device)
-    return torch.stack([model(*rows) for model in models])
+mean.reads_tokens = minimum.reads_tokens = True  # not texts: see plumbing/models.py
+
+
+def scores(tokens, mask):
+    """m reward models, B rows -> (m, B), each normalised by its train_rm.py."""
+    models = members(os.environ.get("ENSEMBLE", "out/ensemble"), tokens.device)
+    return torch.stack([model(tokens, row_lengths(mask)) for model in models])
 
 
 @functools.cache
-def members(folder):
-    if not (found := sorted(Path(folder).glob("*/rm.pt"))):
-        raise UserError(f"{folder}/*/rm.pt: not found; python -m variations.ensemble makes them")
-    return [load_checkpoint(path, ["rm"], RunConfig().device) for path in found]
-
-
-@dataclass
-class EnsembleConfig:
-    data: str = RunConfig.data  # folder with the pairs
-    models: str = "out"  # folder of sft.pt
-    out: str = "out/ensemble"  # folder for 1/rm.pt and so on; those that are there stay
-    members: int = 3  # reward models; their seeds are 1, 2, ... [1, inf]
-
-
-def main():
-    (config,) = read_flags(__doc__, EnsembleConfig())
-    for seed in range(1, config.members + 1):
-        out = Path(config.out) / str(seed)
-        copy_files(config.models, "sft.pt", out)
-        flags = "--data", config.data, "--out", out, "--seed", seed, "--resume"
-        if not (out / "rm.pt").exists():
-            run_python(ROOT / "train_rm.py", *flags)
-
-
-if __name__ == "__main__":
-    run_script(main)
+@torch.random.fork_rng()  # a run that goes on must draw what it would have drawn
+def members(folder, device):
+    found = [load_checkpoint(x, ["rm"], device) for x in sorted(Path(folder).glob("*/rm.pt"))]
+    if len({facts["sft"] for *_, facts in found}) != 1:
+        raise UserError(f"{folder}/*/rm.pt: wanted are reward models made from one sft.pt")
+    return [model for model, *_ in found]

@@ -1,81 +1,51 @@
 """GRPO, group relative policy optimisation: (score - mean of the group) / its standard deviation.
 
-    python -m variations.grpo --k 8                    after train_sft.py and train_rm.py
-    python -m variations.grpo --no_std --no_length     nearly "Dr. GRPO" (arXiv:2503.20783)
+For the --k responses to a prompt (DeepSeekMath, arXiv:2402.03300, section 4.1.2 and eq. 3 and 4)
 
-For the k responses to a prompt (DeepSeekMath, arXiv:2402.03300, section 4.1.2 and eq. 3 and 4)
-
-    A_i = (score_i - mean) / std        of the k scores; std with 1 / (k - 1), as in TRL
-    L = mean over i of the mean over the tokens of response i of
+    A_i  = (score_i - mean of the k scores) / their standard deviation     the same at every token
+    loss = - mean over responses of the mean over tokens of
         min(ratio A_i, clipped ratio A_i) - beta (q - 1 - log q),       q = ref / pi of the token
 
-What each part does to the expected step (at ratio 1; tests/test_variations.py, to 1e-9):
+What each part does to the expected step at ratio 1:
 
 mean    includes response i: so only (k - 1) / k of the gradient of E[score].
-std     no longer that gradient: prompts whose scores hardly differ count as much as others. With
-        k = 2, A is 0.71 or -0.71 (with 1 / k in std: 1 or -1), however far apart the scores are,
-        and the step is the gradient of P(win) - P(lose) against another sample, times that number.
-        Beta is not divided by std.
-tokens  count less in long responses. --no_length: all alike (Dr. GRPO divides by a constant).
+std     prompts whose scores hardly differ count as much as others. With k = 2, A is 0.71 or -0.71,
+        and the step is as much of the gradient of P(win) - P(lose) against another sample.
+tokens  count less in long responses.
 k3      q - 1 - log q as a loss has the gradient of KL(ref || pi); PPO's J has KL(pi || ref).
+
+With --no_std --no_length it is nearly Dr. GRPO (arXiv:2503.20783, which divides by a constant).
 """
 
-import sys
 from dataclasses import dataclass
-from functools import partial
 
-import train_ppo
 from minippo import evaluate_actions, masked_mean, policy_loss
-from plumbing.errors import run_script
-from variations import GROUPS, TERMS, refuse_flags, take_flags
+from variations import NO_CRITIC, GroupConfig
 
-
-def group_advantages(scores, k, no_std=False):
-    """(B,), the k responses to a prompt in a row -> (B,)."""
-    scores = scores.view(-1, k)
-    advantages = scores - scores.mean(1, keepdim=True)
-    std = 1.0 if no_std else scores.std(1, keepdim=True).clamp(min=1e-4)
-    return (advantages / std).flatten()
-
-
-def grpo_advantages(batch, config, kl_coef, k, no_std=False):
-    advantages = group_advantages(batch["scores"], k, no_std)[:, None] * batch["mask"]  # (B, T-1)
-    return {"advantages": advantages, "whitened": advantages}
-
-
-def grpo_loss(policy, batch, config, no_length=False):
-    mask, old_logprobs = batch["mask"], batch["old_logprobs"]
-    logprobs, _, _ = evaluate_actions(
-        policy, batch["tokens"], mask, config.temperature, with_entropy=False
-    )
-    # With these weights the mean over all tokens is the mean over responses of their means.
-    lengths = mask.sum(1, keepdim=True).to(logprobs)
-    weights = mask * (1.0 if no_length else lengths.mean() / lengths)  # (B, T-1)
-    advantages = weights * batch["whitened"]
-    loss, stats = policy_loss(logprobs, old_logprobs, advantages, mask, config.clip_eps)
-    log_q = (batch["ref_logprobs"] - logprobs) * mask
-    loss = loss + config.kl_coef * masked_mean(weights * (log_q.exp() - 1 - log_q), mask)
-    count = int(mask.sum()) if no_length else len(mask)  # a mean over tokens, or over responses
-    return loss, {"loss": loss.item(), "count": count, **stats}
+UNREAD = NO_CRITIC
 
 
 @dataclass
-class GRPOConfig:
-    k: int = 4  # responses to each prompt, of which batch_size / k are drawn [2, inf]
-    no_std: bool = False  # do not divide by the standard deviation of the group
-    no_length: bool = False  # all tokens count the same, those of long responses too
+class Settings(GroupConfig):
+    std: bool = True  # divide by the standard deviation of the group
+    length: bool = True  # tokens of long responses count less
 
 
-UNREAD = (*GROUPS, *TERMS, "kl_target", "kl_horizon")
+def compute_advantages(batch, config):
+    mask, scores = batch["mask"], batch["scores"].view(-1, config.k)  # (B / k, k)
+    advantages = scores - scores.mean(1, keepdim=True)
+    if config.std:
+        advantages = advantages / scores.std(1, keepdim=True).clamp(min=1e-4)
+    # With these weights the mean over all tokens is the mean over responses of their means.
+    lengths = mask.sum(1, keepdim=True).to(scores)  # (B, 1)
+    weights = mask * (lengths.mean() / lengths if config.length else 1.0)  # (B, T-1)
+    return {"weights": weights, "credit": weights * advantages.view(-1, 1)}
 
 
-def main():
-    flags = take_flags(__doc__, GRPOConfig())
-    refuse_flags(*UNREAD)
-    sys.argv += ["--group_size", str(flags.k)]
-    advantages = partial(grpo_advantages, k=flags.k, no_std=flags.no_std)
-    train_ppo.main(advantages, partial(grpo_loss, no_length=flags.no_length), "GRPO")
-
-
-if __name__ == "__main__":
-    run_script(main)
+def loss(policy, batch, config):
+    mask, old_logprobs = batch["mask"], batch["old_logprobs"]
+    logprobs, _, _ = evaluate_actions(policy, batch["tokens"], mask, config.temperature)
+    loss, stats = policy_loss(logprobs, old_logprobs, batch["credit"], mask, config.clip_eps)
+    log_q = (batch["ref_logprobs"] - logprobs) * mask
+    loss = loss + config.kl_coef * masked_mean(batch["weights"] * (log_q.exp() - 1 - log_q), mask)
+    return loss, {"loss": loss.item(), **stats}

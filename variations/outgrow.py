@@ -1,45 +1,44 @@
-"""Outgrown: the same models and prompts under TRL's GRPO trainer, in several processes.
+"""Outgrown: the same models, prompts and scores under TRL's GRPO trainer, in several processes.
 
     torchrun --nproc_per_node 2 -m variations.outgrow    after pip install trl==1.12.0
 
-One process for each GPU; on several machines (--nnodes of torchrun) all must see --out. What TRL
-makes of sft.pt and rm.pt becomes ppo.pt. Flags, prompts and report are those of variations.grpo.
+One process for each GPU; on several machines (--nnodes of torchrun) all must see --out. Flags and
+report are those of --algorithm grpo.
 """
 
 from importlib.util import find_spec
 
-from minippo import PPOConfig
+from minippo import score_responses
 from plumbing.checkpoints import save_checkpoint
 from plumbing.errors import UserError, run_script
-from plumbing.hf import export, read_gpt2, read_scorer
+from plumbing.flags import RunConfig, read_flags
+from plumbing.hf import export, read_gpt2
 from plumbing.models import load_models
-from plumbing.report import make_report, print_report
-from plumbing.rows import read_prompts
-from plumbing.settings import RunConfig, prepare, read_flags
+from plumbing.report import finish_run
+from plumbing.rows import pad_completions, read_prompts
 from train_ppo import StageConfig
-from variations import refuse_flags, take_flags
-from variations.grpo import UNREAD, GRPOConfig
+from variations.grpo import UNREAD, Settings
 
 # What TRL does not read, or reads by another name
-NOT_IN_TRL = """ref_update_every policy reference reward length_penalty dtype micro_batch
-    grad_checkpoint resume save_every tensorboard""".split()
+NOT_IN_TRL = """algorithm ref_update_every kl_target kl_horizon policy reward dtype
+    micro_batch grad_checkpoint resume tensorboard""".split()
 
 
-def train_grpo(run, config, stage, flags, prompts, tokenizer, processes):
+def train_grpo(run, config, stage, prompts, tokenizer, score):
     import trl
+    from accelerate import PartialState
     from datasets import Dataset
 
-    scorer = read_scorer(run.out / "rm", run.device)
-    M, B = config.minibatches, stage.batch_size
+    M, B, processes = config.minibatches, stage.batch_size, PartialState().num_processes
+    if B % config.k or B % (M * processes):
+        raise UserError(f"--batch_size {B}: no multiple of {config.k} and {M * processes}")
+
+    def reward(prompts, completion_ids, **_):
+        rows = [(tokenizer.encode(x), ids) for x, ids in zip(prompts, completion_ids)]
+        tokens, mask = pad_completions(rows, run.device)
+        return score_responses(score, tokens, mask, config, tokenizer.eos)[0].tolist()
+
     steps = M * config.epochs  # gradient steps in an iteration
-    if B % flags.k or B % (M * processes):
-        multiple = f"should be a multiple of {flags.k} and of {M * processes}"
-        raise UserError(f"--batch_size {B}: {multiple}")
-
-    def score(prompts, completions, completion_ids, **_):
-        scored = zip(scorer(prompts, completions), completion_ids)
-        return [x - config.missing_eos_penalty * (y[-1] != tokenizer.eos) for x, y in scored]
-
     arguments = trl.GRPOConfig(
         output_dir=str(run.out),
         seed=run.seed,
@@ -58,51 +57,45 @@ def train_grpo(run, config, stage, flags, prompts, tokenizer, processes):
         max_grad_norm=config.max_grad_norm,
         adam_beta2=0.95,
         adam_epsilon=stage.adam_eps,
-        num_generations=flags.k,
+        num_generations=config.k,
         temperature=config.temperature,
         max_completion_length=config.max_new_tokens,
         beta=config.kl_coef,
         epsilon=config.clip_eps,
-        scale_rewards="none" if flags.no_std else "group",
-        loss_type="dapo" if flags.no_length else "grpo",
+        scale_rewards="group" if config.std else "none",
+        loss_type="grpo" if config.length else "dapo",
         use_bias_correction_kl=False,
     )
     rows = Dataset.from_dict({"prompt": [tokenizer.decode(prompt) for prompt in prompts]})
-    trainer = trl.GRPOTrainer(str(run.out / "sft"), score, arguments, rows)
+    trainer = trl.GRPOTrainer(str(run.out / "sft"), reward, arguments, rows)
     trainer.train()
     trainer.save_model(run.out / "policy")
     trainer.save_state()  # the log, trainer_state.json
 
 
-def main(train=train_grpo, name="TRL's GRPO"):
+def main(train=train_grpo, name="grpo_of_trl"):
     if not find_spec("trl"):
         raise UserError("the package trl is missing; pip install trl==1.12.0")
     from accelerate import PartialState  # comes with it
 
-    flags = take_flags(__doc__, GRPOConfig())
-    refuse_flags(*UNREAD, *NOT_IN_TRL)
-    defaults = RunConfig(out="out/outgrow"), PPOConfig(), StageConfig(models="out")
-    run, config, stage = read_flags(__doc__, *defaults)
-    processes = PartialState(cpu=run.device == "cpu")
-    run.device = str(processes.device)  # each process has a GPU of its own
+    defaults = RunConfig(out="out/outgrow"), Settings(), StageConfig(models="out")
+    run, config, stage = read_flags(__doc__, *defaults, without=(*UNREAD, *NOT_IN_TRL))
+    stage.algorithm, process = name, PartialState(cpu=run.device == "cpu")
+    run.device = str(process.device)  # each process has a GPU of its own
     models = load_models(stage.models, run.device)
-    context = models.policy.config.context
-    prompts = read_prompts(run.data, "train", models.tokenizer, context)
-    if processes.is_main_process:
-        prepare(run)
-        if (run.out / "ppo.pt").exists() and not run.overwrite:
-            raise UserError(f"{run.out}/ppo.pt: is there; give another --out, or --overwrite")
+    tokenizer, context = models.tokenizer, models.policy.config.context
+    prompts = read_prompts(run.data, "train", tokenizer, context)
+    if process.is_main_process:
         for kind in ("sft", "rm"):
             export(f"{stage.models}/{kind}.pt", run.out / kind, run.overwrite)
-    processes.wait_for_everyone()
-    train(run, config, stage, flags, prompts, models.tokenizer, processes.num_processes)
-    if processes.is_main_process:
+    process.wait_for_everyone()
+    train(run, config, stage, prompts, tokenizer, models.score)
+    if process.is_main_process:
         models.policy = read_gpt2(run.out / "policy")[0].to(run.device).eval()
-        save_checkpoint(run.out / "ppo.pt", "ppo", models.policy, models.tokenizer)
-        if not stage.no_report:
-            val_prompts = read_prompts(run.data, "val", models.tokenizer, context)
-            report = make_report(models, prompts, val_prompts, run, config, stage, name)
-            print_report(report)
+        sft = models.facts["made_from"]["sft.pt"]
+        save_checkpoint(run.out / "ppo.pt", "ppo", models.policy, tokenizer, sft=sft)
+        val_prompts = read_prompts(run.data, "val", tokenizer, context)
+        finish_run(models, prompts, val_prompts, run, config, stage)
 
 
 if __name__ == "__main__":

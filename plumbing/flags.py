@@ -16,21 +16,12 @@ from pathlib import Path
 
 import torch
 
-from plumbing import fast
 from plumbing.errors import UserError
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
-
-# Flags that would be ignored in silence: those without another one, and those that another replaces.
-NEEDS = {"kl_target": "kl_horizon", "critic_lr": "separate_critic"}
-REPLACED = {
-    "init": ("vocab_size", "context", "layers", "heads", "channels"),
-    "epochs": ("max_steps",),
-    "no_report": ("report_prompts",),
-}
 
 
 @dataclass
@@ -43,7 +34,6 @@ class RunConfig:
     seed: int = 0  # of all that is random; on a CPU, the same seed repeats a run [0, 2147483648]
     resume: bool = False  # go on where an interrupted run stopped
     overwrite: bool = False  # begin again, although a run is there, finished or not
-    save_every: int = 100  # steps between saves of the state; some saves are timed [1, inf]
     tensorboard: bool = False  # write the metrics for TensorBoard too, into out/tensorboard
 
     def __post_init__(self):
@@ -61,81 +51,69 @@ class RunConfig:
             raise UserError(f"--dtype {self.dtype}: should be float32 or bfloat16")
 
 
-@functools.cache
+@functools.cache  # reading the source takes a while
+@functools.cache  # reading the source takes a while
 def explanations(settings):
     """The comments behind the fields of a settings class -> {field: (text, lowest, highest)}."""
-    found = re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(settings), re.M)
     texts = {}
-    for name, text in found:
-        interval = re.search(r" \[(\S+), (\S+)\]$", text)
-        low, high = map(float, interval.groups()) if interval else (None, None)
-        texts[name] = text, low, high
+    for part in reversed(settings.__mro__[:-1]):
+        for name, text in re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(part), re.M):
+            interval = re.search(r" \[(\S+), (\S+)\]$", text)
+            texts[name] = text, *(map(float, interval.groups()) if interval else (None, None))
     return texts
 
 
-def read_flags(doc, *settings, positional="", without=(), partly=False):
+def fail(message):
+    raise UserError(f"{message} (-h explains the flags)")
+
+
+def read_flags(doc, *settings, positional="", without=()):
     """Settings with their defaults -> the same with what the command line says.
 
     Each field is a flag, `--name value`; a bool that is true by default is `--no_name`. With
     `positional`, the name of what stands on the command line beside the flags, a list of that comes
-    last. Fields named in `without` are no flags. partly: these flags are taken out of the command
-    line, and others stay there for whoever reads flags next.
+    last. Fields named in `without` are no flags.
     """
-
-    def fail(message):
-        raise UserError(f"{message} (-h explains the flags)")
-
     parser = argparse.ArgumentParser(
-        description=doc,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        add_help=not partly,
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.error = fail
-    fields = [
-        (group, field)
-        for group in settings
-        for field in dataclasses.fields(group)
-        if field.name not in without
-    ]
-    for group, field in fields:
-        default, (text, *_) = getattr(group, field.name), explanations(type(group))[field.name]
-        flag, kind = f"--{field.name}", {"type": field.type, "metavar": field.type.__name__}
-        if field.type is bool:
-            flag = f"--no_{field.name}" if default else flag
-            kind = {"action": "store_false" if default else "store_true", "dest": field.name}
-            text = f"switch off: {text}" if default else text
-        help_text = f"{text} ({default})".replace("%", "%%")
-        parser.add_argument(flag, default=argparse.SUPPRESS, help=help_text, **kind)
+    for group in settings:
+        texts = explanations(type(group))
+        for field in dataclasses.fields(group):
+            if field.name in without:
+                continue
+            default, text = getattr(group, field.name), texts[field.name][0]
+            flag, kind = f"--{field.name}", {"type": field.type, "metavar": field.type.__name__}
+            if field.type is bool:
+                flag = f"--no_{field.name}" if default else flag
+                kind = {"action": "store_false" if default else "store_true", "dest": field.name}
+                text = f"switch off: {text}" if default else text
+            text = f"{text} ({default})".replace("%", "%%")
+            parser.add_argument(flag, default=default, help=text, **kind)
     if positional:
         parser.add_argument("positional", metavar=positional, nargs="+")
-    if partly:
-        if {"-h", "--help"} & set(sys.argv):
-            parser.print_help()
-        given, sys.argv[1:] = parser.parse_known_args()
-    else:
-        given = parser.parse_intermixed_args()
-    given = vars(given)
-    values = {field.name: getattr(group, field.name) for group, field in fields} | given
-    for name, other in NEEDS.items():
-        if name in given and other not in given:
-            fail(f"--{name} has no effect without --{other}")
-    for name, others in REPLACED.items():
-        for other in others if given.get(name) else ():
-            if other in given:
-                fail(f"--{other} has no effect with --{name}; leave it out")
-    for group, field in fields:
-        _, low, high = explanations(type(group))[field.name]
-        if low is not None and not low <= values[field.name] <= high:
-            fail(f"--{field.name} {values[field.name]}: should be between {low:g} and {high:g}")
-    try:
-        read = [
-            dataclasses.replace(group, **{f.name: values[f.name] for g, f in fields if g is group})
-            for group in settings
-        ]
-    except ValueError as error:  # what minippo.py says of numbers that do not go together
-        fail(error)
-    return read + [values["positional"]] if positional else read
+    given = vars(parser.parse_intermixed_args())
+    read = []
+    for group in settings:
+        names = [field.name for field in dataclasses.fields(group) if field.name in given]
+        for name in names:
+            _, low, high = explanations(type(group))[name]
+            if low is not None and not low <= given[name] <= high:
+                fail(f"--{name} {given[name]}: should be between {low:g} and {high:g}")
+        try:
+            read.append(dataclasses.replace(group, **{name: given[name] for name in names}))
+        except ValueError as error:  # what a settings class says of numbers that do not go together
+            fail(error)
+    return read + [given["positional"]] if positional else read
+
+
+def peek(name, default):
+    """The value of a flag that decides which other flags there are."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.error = fail
+    parser.add_argument(f"--{name}", default=default)
+    return vars(parser.parse_known_args()[0])[name]
 
 
 LOCKS = []  # open files; the lock on a folder lasts as long as its file is open
@@ -148,25 +126,22 @@ def lock(folder):
     while LOCKS:  # of an earlier run in this process
         LOCKS.pop().close()
     LOCKS.append(open(folder / ".lock", "w"))
-    if fcntl:
-        try:
+    try:
+        if fcntl:
             fcntl.flock(LOCKS[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            wait = "another run is writing there; wait for it, or give another --out"
-            raise UserError(f"{folder}: {wait}")
-        except OSError:  # a file system without locks
-            pass
+    except BlockingIOError:
+        wait = "another run is writing there; wait for it, or give another --out"
+        raise UserError(f"{folder}: {wait}")
+    except OSError:  # a file system without locks
+        pass
 
 
 def prepare(run):
-    """Lock the folder of the run, seed everything, and compute the networks fast (fast.py)."""
+    """Lock the folder of the run, seed everything, and set up the machine."""
     lock(run.out)
     torch.manual_seed(run.seed)
-    if (
-        sys.platform == "linux"
-        and run.device == "cpu"
-        and hasattr(libc := ctypes.CDLL(None), "mallopt")
-    ):
+    libc = ctypes.CDLL(None) if sys.platform == "linux" and run.device == "cpu" else None
+    if hasattr(libc, "mallopt"):
         # Keep freed memory for the next step. By default each large tensor is fetched anew from the
         # system, page by page: an iteration of PPO then takes 6 to 12 % longer.
         m_trim_threshold, m_mmap_threshold = -1, -3
@@ -177,4 +152,3 @@ def prepare(run):
     torch.set_float32_matmul_precision("high" if half else "highest")
     # cuDNN's attention plans anew for each new shape, and nearly every batch has one.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    fast.install(torch.bfloat16 if run.dtype == "bfloat16" else None, run.grad_checkpoint)

@@ -1,0 +1,109 @@
+"""The rows of a data folder: JSON lines with TRL's column names.
+
+    sft_train.jsonl, sft_val.jsonl            prompt, completion
+    pref_train.jsonl, pref_val.jsonl          prompt, chosen, rejected
+    prompts_train.jsonl, prompts_val.jsonl    prompt
+
+Without a val file, some prompts of the train file are held out. Without sft files the chosen answers
+serve, without prompts files the prompts of the pairs or of the demonstrations.
+"""
+
+import hashlib
+import json
+
+from data.files import UserError, read_jsonl, write_jsonl
+
+KEYS = {
+    "sft": ("prompt", "completion"),
+    "pref": ("prompt", "chosen", "rejected"),
+    "prompts": ("prompt",),
+}
+SUBSTITUTES = {"sft": ["pref"], "pref": [], "prompts": ["pref", "sft"]}
+SHARE = 0.05  # of the prompts are held out
+
+
+def held_out(prompts, share=SHARE):
+    """-> the set of those to validate on. A hash decides: the same in every file, in any order.
+
+    Where 0 < share < 1, one prompt at least is held out and one at least is not, if there are two.
+    """
+
+    def place(prompt):  # from 0 to 1
+        digest = hashlib.sha256(prompt.encode(errors="replace")).digest()
+        return int.from_bytes(digest[:8], "big") / 2**64
+
+    places = sorted((place(x), x) for x in set(prompts))
+    n = sum(at < share for at, _ in places)
+    if 0 < share < 1:
+        n = min(max(n, 1), len(places) - 1)
+    return {prompt for _, prompt in places[:n]}
+
+
+def load_rows(path, task):
+    """A file of "sft", "pref" or "prompts" -> a tuple of strings per row. Other keys are ignored.
+    UserError says in which line a key is missing or its value no string."""
+    keys, rows = KEYS[task], []
+    wanted = f"wanted is one JSON object a line with {', '.join(keys)}"
+    for number, row in read_jsonl(path).items():
+        where = f"{path}, line {number}"
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: found {type(row).__name__}; {wanted}")
+        for key in keys:
+            if not isinstance(row.get(key), str):
+                found = f"{key!r} is {json.dumps(row[key])[:40]}" if key in row else f"no {key!r}"
+                hint = "python -m data.convert makes such files"
+                raise UserError(f"{where}: {found}; {wanted} as strings; {hint}")
+        rows.append(tuple(row[key] for key in keys))
+    if not rows:
+        raise UserError(f"{path}: no rows; {wanted}")
+    return rows
+
+
+def read_rows(folder, task, split):
+    """The rows of a data folder for "sft", "pref" or "prompts", and "train" or "val", as tuples of
+    strings; says what it read."""
+    train, val = (folder / f"{task}_{part}.jsonl" for part in ("train", "val"))
+    path = val if split == "val" and val.exists() else train
+    if not path.exists():
+        return substitute(folder, task, split, train)
+    rows, note = load_rows(path, task), ""
+    if not val.exists():
+        aside = held_out(row[0] for row in rows)
+        rows = [row for row in rows if (row[0] in aside) == (split == "val")]
+        note = f" for {split}; there is no {val.name}, so one prompt in twenty is held out"
+        if not rows:
+            raise UserError(f"{path}: too few prompts to hold any out; write a {val.name}")
+    print(f"read {path}: {len(rows):,} rows{note}")
+    return rows
+
+
+def substitute(folder, task, split, missing):
+    """The rows for a task that the folder has no files of."""
+    for other in SUBSTITUTES[task]:
+        if (folder / f"{other}_train.jsonl").exists():
+            print(f"no {missing.name}: {other}_train.jsonl serves instead")
+            rows = [row[: len(KEYS[task])] for row in read_rows(folder, other, split)]
+            return list(dict.fromkeys(rows)) if task == "prompts" else rows
+    hint = "--data names the folder; data/README.md says what is in it"
+    raise UserError(f"{missing}: not found; {hint}")
+
+
+def write_rows(folder, task, rows, overwrite, share=SHARE):
+    """Write rows (tuples of strings) into the train and the val file of a task, and say how many.
+    UserError if one of them is there, unless overwrite. Then both must be new: an old val file may
+    hold the prompts of a new train file."""
+    aside, keys = held_out((row[0] for row in rows), share), KEYS[task]
+    parts = {"train": [], "val": []}
+    for row in rows:
+        parts["val" if row[0] in aside else "train"].append(dict(zip(keys, row)))
+    paths = {folder / f"{task}_{split}.jsonl": part for split, part in parts.items()}
+    for path, part in paths.items():
+        if path.exists() and overwrite != bool(part):
+            hint = (
+                "choose another --out, or --overwrite" if part else "no row replaces it; remove it"
+            )
+            raise UserError(f"{path}: is there already; {hint}")
+    for path, part in paths.items():
+        if part:
+            write_jsonl(path, part)
+            print(f"{path}: {len(part):,} rows written")

@@ -1,0 +1,51 @@
+"""The whole response is one action, with one advantage and one ratio: GSPO.
+
+Many texts describe PPO for language models like this: the prompt x is the only state, and the whole
+response y is the only action. So there are one reward, one value and one ratio per response:
+
+    A = score - beta * KL - V(x),        ratio = pi(y | x) / old(y | x)        --no_mean
+
+At ratio 1, without whitening, the expected step is the gradient of J. What is lost? All tokens have
+the same advantage, and V has read the prompt alone. The ratio is the product of those of all its
+tokens. So it soon leaves the clip range, and then no token has a gradient. GSPO (Zheng et al.,
+arXiv:2507.18071) takes the geometric mean instead, this product to the power of 1 / length, and
+clips it at 1 - 3e-4 and 1 + 4e-4. So the gradient is divided by the length.
+"""
+
+from dataclasses import dataclass
+
+from minippo import PPOConfig, evaluate_actions, masked_mean, policy_loss, whiten
+from variations import response_rewards
+
+UNREAD = ("gamma", "lam", "value_clip", "entropy_coef", "kl_loss_coef")
+
+
+@dataclass
+class Settings(PPOConfig):
+    mean: bool = True  # the ratio is the geometric mean of those of the tokens, not their product
+
+
+def compute_advantages(batch, config):
+    mask = batch["mask"]
+    first = mask & (mask.cumsum(1) == 1)  # the first token of each response
+    values = (batch["old_values"] * first).sum(1, keepdim=True)  # V(x), (B, 1)
+    returns = response_rewards(batch, config)[:, None]  # (B, 1)
+    advantages = returns - values
+    if config.whiten:
+        advantages = whiten(advantages, mask.any(1, keepdim=True))
+    # With these weights a mean over all tokens is a mean over responses.
+    lengths = mask.sum(1, keepdim=True).to(values)
+    weights = mask * lengths.mean() / lengths
+    found = {"old_values": values * mask, "returns": returns * mask}  # the same at all tokens
+    return found | {"first": first * lengths.mean(), "credit": advantages * weights}
+
+
+def loss(policy, batch, config):
+    mask = batch["mask"]
+    logprobs, values, _ = evaluate_actions(policy, batch["tokens"], mask, config.temperature)
+    log_ratio = ((logprobs - batch["old_logprobs"]) * mask).sum(1, keepdim=True)  # (B, 1)
+    log_ratio = mask * (log_ratio / mask.sum(1, keepdim=True) if config.mean else log_ratio)
+    loss, stats = policy_loss(log_ratio, 0 * log_ratio, batch["credit"], mask, config.clip_eps)
+    value_term = 0.5 * masked_mean(batch["first"] * (values - batch["returns"]) ** 2, mask)
+    loss = loss + config.vf_coef * value_term
+    return loss, {"loss": loss.item(), **stats, "value_loss": value_term.item()}
