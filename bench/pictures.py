@@ -7,13 +7,15 @@ import io
 import re
 
 from bench.tables import ROOT, load
-from plumbing.files import write_file
+from data.files import write_file
 
 BLUE, ORANGE, PURPLE, GREY = "#3b82f6", "#f97316", "#a855f7", "#8b949e"  # on white and on black
 GREEN = "#22c55e"
+PATHS = ("beta = 0.03", "default", "beta = 0.3", "a quarter of the pairs, beta = 0")
 CURVES = ("score", "judge", "kl", "entropy", "explained_variance")
 KL = "KL to the reference, nats per response"
-FAR, MARKERS = -0.3, "osD^v<>pPX*hd8H.12"  # what is worse than FAR stands at the edge
+MARKERS = "osD^v<>pPX*hd8"
+KINDS = {"TRL": GREY, "PPO": BLUE, "RE": PURPLE, "RLOO": PURPLE, "GRPO": PURPLE}
 
 
 def figure(columns, width, height):
@@ -32,12 +34,12 @@ def figure(columns, width, height):
     return pyplot.subplots(1, columns, figsize=(width, height), layout="constrained")
 
 
-def save(drawing, name):
+def save(drawing, path):
     """As SVG, with coordinates to a hundredth of a point."""
     svg = io.StringIO()
     drawing.savefig(svg, format="svg", metadata={"Date": None})
     text = re.sub(r"-?\d+\.\d{3,}", lambda x: f"{float(x[0]):.2f}", svg.getvalue())
-    write_file(ROOT / "bench" / f"{name}.svg", text)
+    write_file(path, text)
 
 
 def draw_curves(results):
@@ -50,92 +52,68 @@ def draw_curves(results):
         axis.plot(steps, mean, color=colour)
         axis.fill_between(steps, low, high, color=colour, alpha=0.25, linewidth=0)
         axis.set(title=name.replace("_", " "), xlabel="iteration")
-    save(drawing, "curves")
+    return drawing
 
 
-def plot_limits(axis, results, name, **style):
-    """The best policy over beta, and best of n."""
-    points = results["optimum"].values()
-    x, y = ([point[key][0] for point in points] for key in ("kl", name))
-    axis.plot(x, y, color=GREY, label="the best policy, over beta", **style)
-    points = results["best_of_n"].values()
-    x, y = [point["kl"] for point in points], [point[name][0] for point in points]
-    axis.plot(x, y, "o:", color=PURPLE, label="best of 4, 16, 64", **style)
+def plot_limits(axis, limits, name, **style):
+    """Best of n, and the best policy over beta."""
+    kinds = {True: [], False: []}
+    for label, x in limits.items():
+        kinds["best" in label].append((x["KL"][0], x[name][0]))
+    axis.plot(*zip(*kinds[False]), color=GREY, label="the best policy, over beta", **style)
+    axis.plot(*zip(*kinds[True]), "o:", color=PURPLE, label="best of 4, 16, 64", **style)
 
 
 def draw_frontier(results):
     drawing, axes = figure(2, 10, 4)
-    paths = {"beta = 0.3": GREEN, "default": BLUE, "beta = 0.03": ORANGE}
     for axis, name in zip(axes, ("score", "judge")):
-        plot_limits(axis, results, name)
-        for setting, colour in paths.items():
+        plot_limits(axis, results["limits"], name)
+        for setting, colour in zip(PATHS, (ORANGE, BLUE, GREEN)):
             path, label = results["paths"][setting], setting.replace("default", "beta = 0.1")
             style = {"color": colour, "linewidth": 1, "label": f"PPO, {label}"}
             axis.plot(path["kl"], path[name], ".-", **style)
         axis.set(xlabel=KL, title=name)
     axes[0].legend(loc="lower right")
-    save(drawing, "frontier")
+    return drawing
 
 
 def draw_hacking(results):
     drawing, axis = figure(1, 6, 3.6)
-    paths = {
-        "default": ("-", "beta = 0.1"),
-        "a quarter of the pairs, beta = 0": ("--", "beta = 0 and few pairs"),
-    }
     for name, colour in (("score", BLUE), ("judge", ORANGE)):
-        for setting, (line, label) in paths.items():
-            path = results["paths"][setting]
+        for setting, line in (("default", "-"), (PATHS[-1], "--")):
+            path, label = results["paths"][setting], setting.replace("default", "beta = 0.1")
             axis.plot(path["kl"], path[name], line, color=colour, label=f"{name}, {label}")
     axis.set(xlabel=KL, xscale="symlog")
     axis.legend(fontsize=8)
-    save(drawing, "hacking")
+    return drawing
 
 
-def draw_neighbours(results, widest=6.5):
-    """The widest KL that is drawn, in nats."""
-    drawing, (*axes, forest) = figure(3, 15, 5)
-    rows = results["neighbours"]
-    kinds = {"TRL": GREY, "RE": PURPLE, "RL": PURPLE, "GRPO": PURPLE, "best": ORANGE}
-    kinds |= {"DPO": ORANGE, "IPO": ORANGE}
-    styles = {}
-    for name, marker in zip(rows, MARKERS):
-        colour = next((kinds[part] for part in kinds if part in name), BLUE)
-        styles[name] = {"marker": marker, "color": colour, "markersize": 5, "linewidth": 0.8}
+def draw_neighbours(results):
+    drawing, axes = figure(2, 12, 4.5)
     for axis, key in zip(axes, ("score", "judge")):
-        plot_limits(axis, results["limits"], key, linewidth=1, markersize=3)
-        for name, path in results["over_beta"].items():
-            x, y = ([point[kind] for point in path.values()] for kind in ("kl", key))
-            axis.plot(x, y, **styles[name])
-        axis.set(xlabel=KL, title=f"{key}, seed 0", xlim=(0, widest))
-    for place, (name, row) in enumerate(rows.items()):
-        gain, error = row.get("gain", [0.0, 0.0])  # PPO has none
-        style = styles[name] if gain > FAR else styles[name] | {"marker": "<"}
-        forest.errorbar(max(gain, FAR), place, xerr=error if gain > FAR else None, **style)
-    forest.axvline(0, color=GREY, linewidth=0.5)
-    edges = FAR - 0.02, 0.05
-    forest.set(title="optimality, less PPO's", xlim=edges, yticks=range(len(rows)))
-    forest.set_yticklabels(list(rows), fontsize=8)
-    forest.yaxis.tick_right()
-    forest.invert_yaxis()
-    save(drawing, "neighbours")
+        plot_limits(axis, results["limits_of_neighbours"], key, linewidth=1, markersize=3)
+        for (name, row), marker in zip(results["neighbours"].items(), MARKERS):
+            colour = next((x for part, x in KINDS.items() if part in name), ORANGE)
+            x, y = row["KL"], row[key]
+            axis.errorbar(x[0], y[0], y[1], x[1], fmt=marker, color=colour, label=name)
+        axis.set(xlabel=KL, title=key)
+    axes[1].legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
+    return drawing
 
 
-def draw_quality(results):
-    drawing, axis = figure(1, 6, 3.6)
-    for (name, x), colour in zip(results["quality"].items(), (BLUE, GREEN, PURPLE, GREY)):
-        axis.plot(*zip([0, 0], *x["curve"]), ".-", color=colour, label=name)
-    axis.set(xlabel="seconds of training, one thread", title="optimality", ylim=(0.7, 1))
-    axis.legend(loc="lower right")
-    save(drawing, "quality")
+PICTURES = {  # name: the sections that it shows
+    "curves": (draw_curves, "curves"),
+    "frontier": (draw_frontier, "limits", "paths"),
+    "hacking": (draw_hacking, "paths"),
+    "neighbours": (draw_neighbours, "neighbours", "limits_of_neighbours"),
+}
 
 
-def draw(results):
-    draw_curves(results)
-    draw_frontier(results)
-    draw_hacking(results)
-    draw_neighbours(results)
-    draw_quality(results)
+def draw(results, folder=ROOT / "bench"):
+    """All pictures whose figures are there."""
+    for name, (draw_it, *sections) in PICTURES.items():
+        if results.keys() >= {*sections}:
+            save(draw_it(results), folder / f"{name}.svg")
 
 
 if __name__ == "__main__":

@@ -1,40 +1,137 @@
-"""How fast, beside what the matrix products alone would take on the same machine in the same run.
+"""How fast, and how much memory: always beside something else in the same run.
 
-    python -m bench.speed           all of it, a few minutes; writes bench/results.json
+    python -m bench.speed           all of it, some minutes; writes bench/results.json
     python -m bench.speed small     one workload: small, medium, or default (make run comes first)
-    python -m bench.speed --nanogpt FOLDER   a training step beside that of nanoGPT, a clone of it
 
-An iteration is minippo.ppo_iteration(), computed as train_ppo.py computes it. Beside it stand the
-same matrix products, counted by hand, each by itself at its own shape.
+Steps of the three stages are timed in turn with the same steps without plumbing/packing.py. The
+operations of an iteration of PPO, counted by hand, are compared with the speed of a large matrix
+product; and, where TRL is installed, the iteration with TRL's PPO, and sampling with the generate()
+of transformers. --device cuda computes on a GPU.
 """
 
 import functools
 import importlib.util
+import itertools
+import resource
 import statistics
+import tempfile
 import time
-from dataclasses import replace
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
 import minippo
 from bench import parser
-from bench.tables import ROOT, keep
-from minippo import GPT, GPTConfig, PPOConfig, RewardModel
-from plumbing.checkpoints import load_checkpoint
-from plumbing.errors import UserError, run_script
-from plumbing.fast import generate
-from plumbing.rows import read_prompts
-from plumbing.settings import RunConfig, prepare
-from plumbing.training import adamw, rollout_in_pieces
+from bench.tables import ROOT, keep, made, rounded, tables
+from bench.trl_ppo import make_trainer
+from minippo import GPT, GPTConfig, PPOConfig, RewardModel, frozen_copy, generate, gradient_step
+from plumbing.checkpoints import load_checkpoint, save_checkpoint
+from plumbing.errors import run_script
+from plumbing.flags import RunConfig, prepare
+from plumbing.packing import packed
+from plumbing.rows import batch_of, read_ids, read_prompts
+from plumbing.tokenizer import Tokenizer
+from plumbing.training import adamw, backward
+from train_ppo import StageConfig
+from train_rm import rm_loss
+from train_sft import completion_tokens, sft_loss
 
-SHAPE = ("vocab_size", "context", "layers", "heads", "channels")
-SMALL = {"vocab_size": 1024, "context": 128, "layers": 4, "heads": 4, "channels": 128}
-MEDIUM = {"vocab_size": 4096, "context": 256, "layers": 6, "heads": 6, "channels": 384}
-SMALL |= {"batch": 64, "prompt": (8, 24), "new": 48}
-MEDIUM |= {"batch": 32, "prompt": (16, 48), "new": 64}
-SIZES = {"small": SMALL, "medium": MEDIUM}
-NAMES = [*SIZES, "default"]  # the last: the models of make run, in out/
+# Vocabulary, context, layers, heads, channels; rows, longest prompt, new tokens. None: in out/
+SIZES = {
+    "default": None,
+    "small": (1024, 128, 4, 4, 128, 64, 24, 48),
+    "medium": (4096, 256, 6, 6, 384, 32, 48, 64),
+}
+GPT2 = {
+    "GPT-2": (50257, 1024, 12, 12, 768, 4, 64, 64),
+    "GPT-2 medium": (50257, 1024, 24, 16, 1024, 4, 64, 64),
+}
+
+
+class Workload:
+    """Models, rows and settings of the three stages. prepare_model: packed(), or a function that
+    leaves a model as it is."""
+
+    def __init__(self, size, device="cpu", prepare_model=packed, passes=4, minibatches=4):
+        torch.manual_seed(0)
+        if size is None:
+            policy, self.tokenizer, _ = load_checkpoint(ROOT / "out" / "sft.pt", ["sft"])
+            rm, _, _ = load_checkpoint(ROOT / "out" / "rm.pt", ["rm"])
+            source = "train", self.tokenizer, policy.config.context
+            zoo, self.config = ROOT / "data" / "zoo", PPOConfig()
+            rows, pairs = (read_ids(zoo, task, *source) for task in ("sft", "pref"))
+            self.rows, self.pairs = batch_of(rows, 0, 64, 0), batch_of(pairs, 0, 64, 0)
+            self.prompts = batch_of(read_prompts(zoo, *source), 0, 128, 0)
+        else:
+            *shape, count, longest, new = size
+            policy = GPT(GPTConfig(*shape)).eval()
+            eos = policy.config.eos
+            with torch.no_grad():  # the end token has a logit of -100: no response ends early
+                policy.trunk.norm.weight[0], policy.trunk.norm.bias[0] = 0, 1
+                policy.lm_head.weight[eos, 0] = -100
+            rm, self.tokenizer = RewardModel(policy), made_up_tokenizer(eos)
+            self.config = PPOConfig(max_new_tokens=new, epochs=passes, minibatches=minibatches)
+
+            def texts(longest):
+                lengths = torch.randint(longest // 3, longest + 1, (count,)).tolist()
+                return [torch.randint(eos, (n,)).tolist() for n in lengths]
+
+            self.prompts, answers, others = texts(longest), texts(new), texts(new)
+            self.rows = [*zip(self.prompts, answers)]
+            self.pairs = [*zip(self.prompts, answers, others)]
+        self.policy, self.rm = prepare_model(policy.to(device)), prepare_model(rm.to(device))
+        self.ref, self.device = frozen_copy(self.policy), device
+        self.optimizer, self.rm_optimizer = adamw(policy, 1e-6), adamw(rm, 1e-6)
+
+    def score(self, tokens, mask):
+        return self.rm(tokens, minippo.row_lengths(mask))
+
+    def sft_step(self):
+        self.optimizer.zero_grad()
+        backward(sft_loss, self.policy, self.rows, 0, completion_tokens)
+        gradient_step(self.optimizer, 1.0)
+
+    def rm_step(self):
+        self.rm_optimizer.zero_grad()
+        backward(rm_loss, self.rm, self.pairs, 0, len)
+        gradient_step(self.rm_optimizer, 1.0)
+
+    def iteration(self):
+        """One iteration of PPO -> seconds of sampling, scoring and update."""
+        times = [now()]
+
+        def timed_generate(*given):
+            sampled = generate(*given)
+            times.append(now())
+            return sampled
+
+        models = self.policy, self.ref, self.score
+        batch = minippo.rollout(*models, self.prompts, self.config, timed_generate)
+        times.append(now())
+        batch |= minippo.compute_advantages(batch, self.config)
+        minippo.ppo_update(self.policy, self.optimizer, batch, self.config)
+        times.append(now())
+        self.responses = int(batch["mask"].sum())  # tokens
+        return [end - begin for begin, end in itertools.pairwise(times)]
+
+    def operations(self):
+        """Additions and multiplications of the last iteration's matrix products; what no one needs,
+        padding, is not counted. Beginnings that rows share are counted in each row."""
+        c, B = self.policy.config, len(self.prompts)
+        read = sum(map(len, self.prompts)) + self.responses - B  # nobody reads the last token
+        blocks = c.layers * (12 * c.channels**2 + 2 * c.channels * read / B)  # for each token
+        trunk, head = 2 * blocks * read, 2 * c.channels * c.vocab_size * self.responses
+        # Sampling, the log-probabilities of what was sampled, reference; then the reward model
+        rollout = 3 * (trunk + head) + trunk
+        return rollout + 3 * self.config.epochs * (trunk + head)  # a backward pass counts two
+
+
+def made_up_tokenizer(tokens):
+    letters = [bytes([b]) for b in range(256)]
+    pairs = (a + b for a, b in itertools.product(letters, letters))
+    return Tokenizer([*letters, *itertools.islice(pairs, tokens - 256)])
 
 
 def now():
@@ -44,208 +141,122 @@ def now():
     return time.perf_counter()
 
 
-class Workload:
-    """Models, prompts and settings of one PPO iteration; size None: those of the default task."""
+def in_turn(*functions, rounds=5):
+    """Seconds of each function, called in turn: a row for each round, after one that does not
+    count."""
 
-    def __init__(self, size, device="cpu", recompute_logprobs=False):
-        torch.manual_seed(0)
-        self.recompute_logprobs = recompute_logprobs
-        if size is None:
-            policy, tokenizer, _ = load_checkpoint(ROOT / "out" / "sft.pt", ["sft"])
-            reward_model, _, _ = load_checkpoint(ROOT / "out" / "rm.pt", ["rm"])
-            zoo, batch, self.config = ROOT / "data" / "zoo", 128, PPOConfig()
-            prompts = read_prompts(zoo, "train", tokenizer, policy.config.context)
-            self.prompts = [prompts[i % len(prompts)] for i in range(batch)]
-        else:
-            policy, eos = GPT(GPTConfig(*map(size.get, SHAPE))).eval(), size["vocab_size"] - 1
-            trunk = policy.trunk
-            with torch.no_grad():  # the end token has a logit of -100: no response ends early
-                trunk.norm.weight[0], trunk.norm.bias[0] = 0, 1
-                trunk.token_embedding.weight[eos, 0] = -100
-            reward_model, (low, high) = RewardModel(policy), size["prompt"]
-            lengths = torch.randint(low, high + 1, (size["batch"],)).tolist()
-            self.prompts = [torch.randint(eos, (n,)).tolist() for n in lengths]
-            self.config = PPOConfig(max_new_tokens=size["new"], epochs=4, minibatches=4)
-        self.policy, self.ref = policy.to(device), minippo.frozen_copy(policy)
-        self.reward_model = minippo.frozen_copy(reward_model.to(device))
-        self.optimizer = adamw(policy, 1e-6)
-
-    def score(self, tokens, mask):
-        return self.reward_model(tokens, minippo.row_lengths(mask))
-
-    def iteration(self):
-        """One iteration of PPO -> seconds of rollout, scoring and update."""
-        times = [now()]
-
-        def timed(function):
-            def call(*args, **kwargs):
-                out = function(*args, **kwargs)
-                times.append(now())
-                return out
-
-            return call
-
-        # Timed are generate() by itself and all of the rollout.
-        rollout = rollout_in_pieces(0, self.recompute_logprobs, timed(generate))
-        models = self.policy, self.ref, self.score
-        settings = self.optimizer, self.config, self.config.kl_coef, timed(rollout)
-        self.batch, _ = minippo.ppo_iteration(*models, self.prompts, *settings)
-        times.append(now())
-        phases = ("rollout", "scoring", "update")
-        return {phase: b - a for phase, a, b in zip(phases, times, times[1:])}
-
-    def step(self):
-        """One gradient step alone, on the first minibatch of the last iteration."""
-        rows = len(self.prompts) // self.config.minibatches
-        part = {name: x[:rows] for name, x in self.batch.items()}
-        config = replace(self.config, epochs=1, minibatches=1)
-        minippo.ppo_update(self.policy, self.optimizer, part, config)
-
-    def products(self):
-        """{phase: [(times, matrices, rows, inner, columns)]}: all matrix products of the last
-        iteration.
-
-        Padding is not counted, no one needs it. Beginnings that rows have in common are counted in
-        each row: only the default task has them, and they are computed once.
-        """
-        c, tokens = self.policy.config, int(self.batch["mask"].sum())
-        B, C, d = len(self.prompts), c.channels, c.channels // c.heads
-        read = sum(map(len, self.prompts)) + tokens - B
-        T = read // B
-
-        def forward(B, positions, responses, V):
-            """A trunk on B rows; the last MLP, which nobody reads elsewhere, and the head at the
-            responses only."""
-            yield (c.layers, 1, positions, C, 3 * C)
-            yield (c.layers, 1, positions, C, C)
-            for where, times in ((positions, c.layers - 1), (responses, 1)):
-                yield (times, 1, where, C, 4 * C)
-                yield (times, 1, where, 4 * C, C)
-            yield (c.layers, B * c.heads, T, d, T)
-            yield (c.layers, B * c.heads, T, T, d)
-            if V:
-                yield (1, 1, responses, C, V)
-
-        def with_backward(products):  # the product, and one for the gradient of each factor
-            for times, matrices, m, k, n in products:
-                for shape in ((m, k, n), (m, n, k), (k, m, n)):
-                    yield (times, matrices, *shape)
-
-        parts, V = self.config.minibatches, c.vocab_size
-        steps = self.config.epochs * parts
-        update = with_backward(forward(B // parts, read // parts, tokens // parts, V))
-        return {
-            "rollout": list(forward(B, read, tokens, V)),
-            "scoring": [*forward(B, read, B, 0), *forward(B, read, tokens, V)],
-            "update": [(steps * times, *shape) for times, *shape in update],
-        }
-
-
-def seconds_of(function, repeats=5):
-    function()
-    out = []
-    for _ in range(repeats):
+    def seconds(function):
         start = now()
         function()
-        out.append(now() - start)
-    return statistics.median(out)
+        return now() - start
+
+    return [[seconds(function) for function in functions] for _ in range(rounds + 1)][1:]
 
 
-def operations(products):
-    return sum(2 * times * matrices * m * k * n for times, matrices, m, k, n in products)
+def ratio(rows):
+    """How many times as long the first takes as the second."""
+    return statistics.median(row[0] / row[1] for row in rows)
 
 
-def floor_of(products):
-    """Seconds of these products, each by itself, at its own shape."""
-    seconds = 0.0
-    for times, matrices, m, k, n in products:
-        a, b = torch.randn(matrices, m, k), torch.randn(matrices, k, n)
-        out = torch.empty(matrices, m, n)
-        if matrices == 1:  # mm is what a linear layer calls
-            a, b, out = a[0], b[0], out[0]
-        seconds += times * seconds_of(functools.partial(torch.matmul, a, b, out=out))
-    return seconds
+def rate(device):
+    """Operations a second of a large matrix product."""
+    size = 1024 if device == "cpu" else 8192
+    a, b = torch.randn(2, size, size, device=device)
+    return 2 * size**3 / statistics.median(row[0] for row in in_turn(lambda: a @ b))
 
 
-def measure(name):
-    """Medians over some iterations, and their ratios to the products; both are printed."""
-    work = Workload(SIZES.get(name))
-    work.iteration()
-    runs = [work.iteration() for _ in range(3 if name == "medium" else 5)]
-    seconds = {phase: statistics.median(run[phase] for run in runs) for phase in runs[0]}
-    floor = {phase: floor_of(products) for phase, products in work.products().items()}
-    tokens, total = int(work.batch["mask"].sum()), sum(seconds.values())
-    seconds["iteration"], floor["iteration"] = total, sum(floor.values())
-    ratios = {phase: s / floor[phase] for phase, s in seconds.items()}
-    print(f"\n{name}: {tokens / total:,.0f} response tokens/s")
-    for phase, s in seconds.items():
-        print(
-            f"    {phase:<10}{s:8.3f} s   {ratios[phase]:.2f} x its products ({floor[phase]:.3f} s)"
+def measure(name, device):
+    """{what: seconds, or how many times as long something else takes}"""
+    work = Workload(SIZES[name], device)
+    plain = Workload(SIZES[name], device, prepare_model=lambda model: model)
+    found = {
+        f"{step} without packing, times as long": ratio(in_turn(a, b))
+        for step, a, b in (
+            ("SFT step", plain.sft_step, work.sft_step),
+            ("reward model's step", plain.rm_step, work.rm_step),
+            ("iteration of PPO", plain.iteration, work.iteration),
         )
-    print(f"    one gradient step alone: {1e3 * seconds_of(work.step):.1f} ms")
-    return {"seconds": seconds, "ratios": ratios}
+    }
+    phases = [statistics.median(x) for x in zip(*(work.iteration() for _ in range(5)))]
+    found |= {f"{phase}, s": x for phase, x in zip(("sampling", "scoring", "update"), phases)}
+    speed = work.operations() / sum(phases)
+    found["iteration, share of the speed of a large matrix product"] = speed / rate(device)
+    return found | (beside_others(work) if importlib.util.find_spec("trl") else {})
 
 
-def beside_nanogpt(folder, size, rounds=9):
-    """A training step on full rows of random tokens: nanoGPT's, the same with GPT-2's form of GELU,
-    which takes longer, and ours -> the medians of the three, and ours to each of the others."""
-    spec = importlib.util.spec_from_file_location("nanogpt", Path(folder) / "model.py")
-    spec.loader.exec_module(nanogpt := importlib.util.module_from_spec(spec))
-    torch.manual_seed(0)
-    V, T, B = size["vocab_size"], size["prompt"][1] + size["new"], size["batch"]
-    layers, heads, channels = (size[name] for name in SHAPE[2:])
-    theirs = nanogpt.GPT(nanogpt.GPTConfig(T, V, layers, heads, channels, dropout=0.0, bias=True))
-    ours = GPT(GPTConfig(V, T + 1, layers, heads, channels)).train()
-    settings = {"betas": (0.9, 0.95), "fused": True}
-    their_optimizer = torch.optim.AdamW(theirs.parameters(), 1e-6, **settings)
-    our_optimizer = adamw(ours, 1e-6)
-    tokens, mask = torch.randint(V, (B, T + 1)), torch.ones(B, T, dtype=torch.bool)
-    states, actions = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+def beside_others(work):
+    """How many times as long transformers takes to sample, and TRL for an iteration of PPO."""
+    from plumbing.hf import export, import_transformers
 
-    def step_of_theirs(gelu):
-        for module in theirs.modules():
-            if isinstance(module, torch.nn.GELU):
-                module.approximate = gelu
-        loss = theirs(states, actions)[1]
-        their_optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
-        their_optimizer.step()
-        return loss.item()
+    transformers, B, rows = import_transformers(), len(work.prompts), []
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        for kind, model in (("sft", work.policy), ("rm", work.rm)):
+            save_checkpoint(folder / f"{kind}.pt", kind, model, work.tokenizer)
+            export(folder / f"{kind}.pt", folder / kind)
+        run = RunConfig(out=folder, device=work.device)
+        stage = StageConfig(steps=4, batch_size=B, lr=1e-6, warmup=0)
+        trainer, model = make_trainer(run, work.config, stage, work.prompts)
+        given = trainer.processing_class.pad({"input_ids": work.prompts}, return_tensors="pt")
+        given["input_ids"] *= given["attention_mask"]  # this model does not know their padding
+        new = work.config.max_new_tokens
+        settings = {"do_sample": True, "top_k": 0, "max_new_tokens": new, "pad_token_id": 0}
+        given = given.to(work.device)
+        sampling = in_turn(
+            lambda: model.generate(**given, **settings),
+            lambda: generate(work.policy, work.prompts, new),
+        )
 
-    def step_of_ours():
-        logprobs, _, _ = minippo.evaluate_actions(ours, tokens, mask, with_entropy=False)
-        loss = -logprobs.mean()
-        our_optimizer.zero_grad()
-        loss.backward()
-        minippo.gradient_step(our_optimizer, 1.0)
-        return loss.item()
+        class InTurn(transformers.TrainerCallback):
+            def on_train_begin(self, *_, **__):
+                self.start = now()
 
-    steps = lambda: step_of_theirs("none"), lambda: step_of_theirs("tanh"), step_of_ours
-    times = [[seconds_of(step, 1) for step in steps] for _ in range(rounds)]
-    ratios = [statistics.median(row[2] / row[i] for row in times) for i in (0, 1)]
-    return {"seconds": [statistics.median(x) for x in zip(*times)], "ratios": ratios}
+            def on_step_end(self, *_, **__):
+                rows.append([now() - self.start, sum(work.iteration())])
+                self.start = now()
+
+        trainer.add_callback(InTurn())
+        trainer.train()
+    beside = {"generate() of transformers, times as long": ratio(sampling)}
+    return beside | {"iteration of TRL's PPO, times as long": ratio(rows[1:])}
+
+
+def peak(size, device, grad_checkpoint):
+    """An iteration of PPO in this process -> parameters of the policy, most bytes."""
+    prepare_model = functools.partial(packed, grad_checkpoint=grad_checkpoint)
+    work = Workload(size, device, prepare_model, passes=2, minibatches=1)
+    work.iteration()
+    most = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    count = sum(p.numel() for p in work.policy.parameters())
+    return count, torch.cuda.max_memory_allocated() if device == "cuda" else most
+
+
+def memory(size, device):
+    """GB of the models (in PPO, 24 bytes per parameter), and the most that a process takes."""
+    row = {}
+    for name, less in (("the process", False), ("with `--grad_checkpoint`", True)):
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            count, most = pool.submit(peak, size, device, less).result()
+        row |= {"parameters, M": count / 1e6, "the models, GB": 24 * count / 1e9, name: most / 1e9}
+    return row
 
 
 def main():
     flags = parser(__doc__)
-    flags.add_argument("workload", nargs="?", choices=NAMES)
-    flags.add_argument("--nanogpt", metavar="FOLDER", help="a clone of nanoGPT")
+    flags.add_argument("workload", nargs="?", choices=SIZES)
+    flags.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     args = flags.parse_args()
-    prepare(RunConfig(device="cpu"))
-    if args.nanogpt:
-        result = {name: beside_nanogpt(args.nanogpt, size) for name, size in SIZES.items()}
-        print(*result.items(), sep="\n")
-        return keep({"beside_nanogpt": result})
-    if args.workload:
-        return measure(args.workload)
-    result = {}
-    for name in NAMES:
-        try:
-            result[name] = measure(name)
-        except UserError as error:
-            print(f"{name}: left out ({error})")
-    keep({"speed": result})
+    prepare(RunConfig(device=args.device, out=ROOT / "out" / "speed"))
+    names = [args.workload] if args.workload else SIZES
+    found, source = {name: measure(name, args.device) for name in names}, {"made": made()}
+    labels = dict.fromkeys(label for x in found.values() for label in x)
+    speed = {x: {name: found[name].get(x) for name in names} | source for x in labels}
+    suffix = "_cuda" * (args.device == "cuda")
+    sections = {f"speed{suffix}": speed}
+    if not args.workload:
+        rows = {name: memory(size, args.device) | source for name, size in GPT2.items()}
+        keep(sections := sections | {f"memory{suffix}": rows})
+    print(*tables(rounded(sections)).values(), sep="\n\n")
 
 
 if __name__ == "__main__":
