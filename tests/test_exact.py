@@ -2,9 +2,8 @@
 python -m pytest tests/test_exact.py
 
 With three or four tokens and responses of at most three, J = E[score] - beta KL is a short sum, and
-autograd gives its gradient. The path that train_ppo.py takes (score, compute_advantages, loss, update) must
-give the same in expectation. All holds for the networks as minippo.py computes them and as
-plumbing/fast.py does.
+autograd gives its gradient. The path that train_ppo.py takes (score, compute_advantages, loss,
+update) must give the same in expectation, with the trunks of minippo.py and with packed ones.
 """
 
 import itertools
@@ -18,15 +17,13 @@ from minippo import (
     compute_advantages,
     evaluate_actions,
     frozen_copy,
-    ppo_loss,
     ppo_update,
     reward_model_loss,
     row_lengths,
     score_responses,
 )
-from plumbing import fast
+from plumbing.packing import PackedAttention, PackedTrunk, set_class
 from plumbing.rows import pad_completions
-from plumbing.training import loss_in_pieces
 from train_rm import pair_scores
 from tiny import (
     all_responses,
@@ -44,10 +41,17 @@ from tiny import (
 PROMPTS = [[0], [1, 0, 1], [0, 1]]  # of different lengths, in one batch
 
 
-@pytest.fixture(autouse=True, params=["plain", "fast"])
-def computed(request, as_written):
-    if request.param == "fast":
-        fast.install()
+def packed(model):
+    """As in plumbing/packing.py, which tries it out first with more tokens than there are here."""
+    model.trunk.dtype, model.trunk.grad_checkpoint = "float32", False
+    set_class(model.trunk, PackedTrunk, PackedAttention)
+    return model
+
+
+@pytest.fixture(autouse=True, params=["packed", "plain"])
+def trunks(request, monkeypatch):
+    if request.param == "plain":
+        monkeypatch.setattr(Task, "wrap", staticmethod(lambda model: model))
 
 
 def gradient(x, model):
@@ -60,10 +64,13 @@ class Task:
     """Policy, reference and reward model with random weights, and every response to every prompt
     as one batch."""
 
+    wrap = staticmethod(packed)
+
     def __init__(self, vocab_size=4, horizon=3, temperature=1.0, kl_coef=0.1):
         self.temperature, self.kl_coef = temperature, kl_coef
-        self.policy, self.ref = tiny_gpt(vocab_size), frozen_copy(tiny_gpt(vocab_size))
-        model = stir(RewardModel(self.policy.config).double(), 0.5)
+        self.policy = self.wrap(tiny_gpt(vocab_size))
+        self.ref = frozen_copy(self.wrap(tiny_gpt(vocab_size)))
+        model = self.wrap(stir(RewardModel(self.policy.config).double(), 0.5))
         responses = list(all_responses(vocab_size, horizon))
         self.rows = [(prompt, response) for prompt in PROMPTS for response in responses]
         self.tokens, self.mask = pad_completions(self.rows)
@@ -84,18 +91,15 @@ class Task:
         return self.evaluate(self.policy)[0].detach().sum(1, keepdim=True).exp()
 
     def record(self, lam=1.0, old_values=None):
-        """The batch as ppo_iteration hands it to ppo_update, but not whitened."""
+        """The batch as ppo_update gets it, but not whitened."""
         with torch.no_grad():
             old_logprobs, values, _ = self.evaluate(self.policy)
             ref_logprobs, _, _ = self.evaluate(self.ref)
         batch = {"tokens": self.tokens, "mask": self.mask, "scores": self.scores}
         batch |= {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
         batch["old_values"] = values if old_values is None else old_values
-        return batch | compute_advantages(batch, PPOConfig(lam=lam, whiten=False), self.kl_coef)
-
-    def without_advantages(self):
-        batch = self.record()
-        return batch | {"whitened": torch.zeros_like(batch["whitened"])}
+        config = PPOConfig(kl_coef=self.kl_coef, lam=lam, whiten=False)
+        return batch | compute_advantages(batch, config)
 
     def objective(self):
         """J, summed over the prompts: sum of p(y) (score(y) - beta log p(y) / ref(y))."""
@@ -103,20 +107,23 @@ class Task:
         assert_equal(logprobs.exp().sum(), f64(float(len(PROMPTS))))  # no response is missing
         return (logprobs.exp() * (self.scores - self.kl_coef * (logprobs - ref_logprobs))).sum()
 
-    def step(self, batch, micro_batch=0, **changes):
+    def step(self, batch, **changes):
         """The direction in which ppo_update moves the weights: one plain gradient step of size 1,
         taken back afterwards."""
         before = {name: x.clone() for name, x in self.policy.state_dict().items()}
         start = weights(self.policy)
-        config = PPOConfig(
-            temperature=self.temperature,
-            **{"minibatches": 1, "max_grad_norm": inf, "vf_coef": 0.0, **changes},
-        )
+        neutral = {"minibatches": 1, "max_grad_norm": inf, "vf_coef": 0.0}
+        config = PPOConfig(temperature=self.temperature, **neutral | changes)
         optimizer = torch.optim.SGD(self.policy.parameters(), 1.0)
-        ppo_update(self.policy, optimizer, batch, config, loss_in_pieces(ppo_loss, micro_batch))
+        ppo_update(self.policy, optimizer, batch, config)
         moved = weights(self.policy) - start
         self.policy.load_state_dict(before)
         return moved
+
+    def weighted(self, batch):
+        """Each response counts as its probability says, and the mean over tokens is undone."""
+        weight = self.chances() * self.mask.sum()
+        return batch | {"credit": weight * batch["credit"]}
 
     def expected_step(self, batch, **changes):
         """E over responses of (step x number of its tokens): the loss is a mean over tokens, the
@@ -148,9 +155,7 @@ def test_the_expected_update_is_the_gradient_of_score_minus_beta_kl(case):
     task = Task(**case)
     batch, exact = task.record(), gradient(task.objective(), task.policy)
     assert batch["old_values"][task.mask].std() > 0.1  # a baseline that is not constant cancels
-    # Weigh each response by its probability, and undo the mean over tokens.
-    weight = task.chances() * task.mask.sum()
-    assert_equal(task.step(batch | {"whitened": weight * batch["whitened"]}), exact, 1e-9)
+    assert_equal(task.step(task.weighted(batch)), exact, 1e-9)
     assert exact.norm() > 1e-3
 
 
@@ -181,9 +186,8 @@ def perfect_values(task):
 @pytest.mark.parametrize("lam", [0.0, 0.5, 0.95])
 def test_with_perfect_values_the_expected_update_is_exact_at_any_lambda(lam):
     task = Task()
-    batch, weight = task.record(lam, perfect_values(task)), task.chances() * task.mask.sum()
-    exact = gradient(task.objective(), task.policy)
-    assert_equal(task.step(batch | {"whitened": weight * batch["whitened"]}), exact, 1e-9)
+    batch, exact = task.record(lam, perfect_values(task)), gradient(task.objective(), task.policy)
+    assert_equal(task.step(task.weighted(batch)), exact, 1e-9)
 
 
 def test_return_to_go_value_and_lambda_each_take_away_variance_and_add_no_bias():
@@ -208,49 +212,35 @@ def test_return_to_go_value_and_lambda_each_take_away_variance_and_add_no_bias()
         assert_equal(mean, means[0], 1e-9)
 
 
-def test_the_expected_step_of_the_kl_loss_is_the_gradient_of_the_kl_in_the_states_visited():
-    task = Task()
-    policy, ref = (
-        model(task.tokens[:, :-1])[0].log_softmax(-1) for model in (task.policy, task.ref)
-    )
-    kl = (policy.exp() * (policy - ref)).sum(-1)
-    exact = gradient(task.in_states_visited(kl), task.policy)
-    assert_equal(
-        task.expected_step(task.without_advantages(), kl_loss_coef=0.3), -0.3 * exact, 1e-9
-    )
-    assert exact.norm() > 1e-2
-
-
-def test_with_one_token_the_kl_loss_and_the_kl_in_the_reward_have_the_same_gradient():
-    paid, charged = Task(horizon=1, kl_coef=0.3), Task(horizon=1, kl_coef=0.0)
-    charged.policy, charged.ref, charged.scores = paid.policy, paid.ref, paid.scores
-    in_loss = charged.expected_step(charged.record(), kl_loss_coef=0.3)
-    assert_equal(in_loss, paid.expected_step(paid.record()), 1e-9)
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_expected_step_of_the_entropy_bonus_is_the_gradient_of_the_entropy(temperature):
-    task = Task(temperature=temperature)
-    policy = (task.policy(task.tokens[:, :-1])[0] / temperature).log_softmax(-1)
-    entropy = -(policy.exp() * policy).sum(-1)
-    exact = gradient(task.in_states_visited(entropy), task.policy)
-    assert_equal(task.expected_step(task.without_advantages(), entropy_coef=0.2), 0.2 * exact, 1e-9)
-    assert exact.norm() > 1e-2
-
-
-def test_the_value_loss_drives_the_values_to_the_expected_return():
-    task = Task(kl_coef=0.0)
-    batch, values = task.without_advantages(), task.evaluate(task.policy)[1]
-    squares = 0.5 * (values - perfect_values(task)) ** 2  # same gradient as towards the returns
-    exact = gradient(task.in_states_visited(squares), task.policy)
-    assert_equal(task.expected_step(batch, vf_coef=0.7, value_clip=inf), -0.7 * exact, 1e-9)
+def test_the_expected_step_of_each_further_term_is_the_gradient_of_what_it_is_named_after(
+    temperature,
+):
+    task = Task(kl_coef=0.0, temperature=temperature)
+    states = task.tokens[:, :-1]
+    policy, ref = (
+        (model(states)[0] / temperature).log_softmax(-1) for model in (task.policy, task.ref)
+    )
+    values = task.policy(states)[1]
+    terms = {
+        "kl_loss_coef": (policy.exp() * (policy - ref)).sum(-1),
+        "entropy_coef": (policy.exp() * policy).sum(-1),  # minus the entropy
+        "vf_coef": 0.5 * (values - perfect_values(task)) ** 2,  # as towards the sampled returns
+    }
+    exact = {k: gradient(task.in_states_visited(x), task.policy) for k, x in terms.items()}
+    batch = task.record()
+    batch["credit"] = torch.zeros_like(batch["credit"])
+    for name, g in exact.items():
+        step = task.expected_step(batch, value_clip=inf, **{name: 0.3})
+        assert_equal(step, -0.3 * g, 1e-9)
+        assert g.norm() > 1e-2
 
 
 def test_the_expected_gradient_of_the_reward_model_is_that_of_the_bradley_terry_likelihood():
-    model, truth = tiny_reward_model(), tiny_reward_model()
+    model, truth = Task.wrap(tiny_reward_model()), Task.wrap(tiny_reward_model())
     pairs = itertools.product(PROMPTS, itertools.combinations(all_responses(3, 2), 2))
     pairs = [(prompt, a, b) for prompt, (a, b) in pairs]
-    a, b = pair_scores(truth, pairs, "cpu")
+    a, b = pair_scores(truth, pairs)
     chances = (a - b).sigmoid().detach()  # that people prefer a
 
     def expected():
@@ -258,11 +248,11 @@ def test_the_expected_gradient_of_the_reward_model_is_that_of_the_bradley_terry_
         total = 0.0
         for (prompt, a, b), p in zip(pairs, chances):
             for label, chance in (((prompt, a, b), p), ((prompt, b, a), 1 - p)):
-                loss, _ = reward_model_loss(*pair_scores(model, [label], "cpu"))
+                loss, _ = reward_model_loss(*pair_scores(model, [label]))
                 total = total + chance * loss / len(pairs)
         return gradient(total, model)
 
-    a, b = pair_scores(model, pairs, "cpu")
+    a, b = pair_scores(model, pairs)
     likelihood = chances * (a - b).sigmoid().log() + (1 - chances) * (b - a).sigmoid().log()
     assert_equal(expected(), gradient(-likelihood.mean(), model), 1e-9)
     assert expected().norm() > 1e-3
@@ -299,15 +289,6 @@ def test_the_gradients_of_the_minibatches_add_up_to_that_of_the_batch(minibatche
     whole = summed(1)
     assert_equal(summed(minibatches), whole, 1e-9)
     assert whole.norm() > 0.1
-
-
-@pytest.mark.parametrize("micro_batch", [1, 2, 5, 1000])
-def test_a_gradient_step_in_pieces_is_the_same_step(micro_batch):
-    task = Task()
-    batch = task.record()
-    whole = task.step(batch, **ALL_TERMS)
-    assert len(set(task.mask.sum(1).tolist())) > 2 and whole.norm() > 1e-3
-    assert_equal(task.step(batch, micro_batch, **ALL_TERMS), whole)
 
 
 @pytest.mark.parametrize("number", [nan, inf, 1e9])

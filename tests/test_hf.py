@@ -1,6 +1,5 @@
-"""The specification of plumbing/hf.py. Run: python -m pytest tests/test_hf.py (needs transformers)"""
+"""The specification of plumbing/hf.py. Run: python -m pytest tests/test_hf.py"""
 
-import functools
 import json
 import os
 import random
@@ -9,388 +8,180 @@ import sys
 import pytest
 import torch
 
-from cli import run, shell
+from cli import CPU, run, write_data
 from data import zoo
 from minippo import GPT, GPTConfig, RewardModel
 from plumbing import hf
-from plumbing.checkpoints import load_checkpoint, read_contents, save_checkpoint
+from plumbing.checkpoints import load_checkpoint, save_checkpoint
 from plumbing.errors import UserError
 from plumbing.tokenizer import Tokenizer
-from tiny import stir
+from tiny import assert_equal, stir
 
 if not os.environ.get("NO_SKIP"):
     pytest.importorskip("transformers")
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import ByteLevelBPETokenizer
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-TEXTS = [
-    "What does a bee eat?",
-    " A bee eats nectar. Enjoy your visit!",
-    "naïve ﬁ 日本語 🐝\n\n  x\t'll 12 , it 's .",
-    "a<|endoftext|> <|pad|>",
-]
-ENDS = dict.fromkeys(("bos_token", "eos_token", "unk_token"), hf.END)
-AUTO = transformers.AutoTokenizer.from_pretrained
+TEXTS = ["What does a bee eat?", " A bee eats nectar. Enjoy your visit!", "a<|endoftext|> <|pad|>"]
+TEXTS += ["naïve ﬁ 日本語 🐝\n\n  x\t'll 12 , it 's .", ""]
 
 
-def random_texts(seed, n=60):
-    draw = random.Random(seed)
-    return [
-        "".join(draw.choices("aabbc dé日🐝  \n\t'lls12,.", k=draw.randint(1, 40))) for _ in range(n)
-    ]
+def random_texts(seed):
+    draw, letters = random.Random(seed), "aabbc dé日🐝  \n\t'lls12,."
+    return ["".join(draw.choices(letters, k=draw.randint(1, 40))) for _ in range(60)]
 
 
+@torch.no_grad()
 def assert_same_logits(model, theirs, order):
-    """order: the id of theirs for each id of ours."""
     tokens = torch.randint(model.config.vocab_size, (3, model.config.context))
-    with torch.no_grad():
-        theirs = theirs.eval()(order[tokens]).logits[..., order]
-        torch.testing.assert_close(model.eval()(tokens)[0], theirs, rtol=0, atol=1e-4)
+    theirs = theirs.eval()(order[tokens]).logits[..., order]
+    assert_equal(model.eval()(tokens)[0], theirs, 1e-4)
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """A GPT-2 with random weights, and a vocabulary that their own tools have trained."""
+def edit(path, **changes):
+    """Change what a JSON file holds."""
+    file = json.loads(path.read_text())
+    for name, x in changes.items():
+        file[name] = (file[name] or {}) | x if isinstance(x, dict) else x
+    path.write_text(json.dumps(file))
+
+
+def test_an_imported_gpt2_gives_the_logits_and_ids_of_transformers(tmp_path):
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(zoo.PROMPTS, vocab_size=320, show_progress=False)
+    words = [*bpe.get_vocab(), hf.END]
+    ids = dict(zip(words, random.Random(0).sample(range(321), 321)))  # in any order
     bpe.save_model(str(tmp_path))
-    vocabulary = json.loads((tmp_path / "vocab.json").read_text())
-    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary | {hf.END: 320}))
-    config = transformers.GPT2Config(vocab_size=321, n_positions=48, n_embd=24, n_layer=3, n_head=2)
-    stir(transformers.GPT2LMHeadModel(config), 0.05).save_pretrained(tmp_path)
-    return tmp_path
-
-
-def test_stage_1_goes_on_from_a_gpt2_of_its_own_context(folder, tmp_path):
-    rows = [{"prompt": "What?", "completion": " long" * n} for n in range(1, 60)]
-    for split in ("train", "val"):
-        (tmp_path / f"sft_{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    flags = ["--init", folder, "--data", tmp_path, "--out", tmp_path / "out", "--device", "cpu"]
-    status, printed, error = run("train_sft.py", *flags, "--epochs", 1)
-    assert (status, error) == (0, "") and "context of 48 tokens" in printed
-    model, _, _ = load_checkpoint(tmp_path / "out" / "sft.pt", ["sft"])
-    settings = read_contents(tmp_path / "out" / "sft_state.pt", ["state"])["settings"]
-    assert settings["context"] == model.config.context == 48
-
-
-@pytest.mark.parametrize("shuffled", [False, True])
-def test_an_imported_gpt2_gives_the_logits_and_ids_of_transformers(folder, shuffled):
-    new_ids = random.Random(0).sample(range(321), 321) if shuffled else range(321)
-    ids = {word: new_ids[i] for word, i in json.loads((folder / "vocab.json").read_text()).items()}
-    (folder / "vocab.json").write_text(json.dumps(ids))
-    model, tokenizer = hf.read_gpt2(folder, 0.25)
-    assert (
-        model.training
-        and model.config.dropout == 0.25
-        and hf.read_gpt2(folder)[0].config.dropout == 0
-    )
+    (tmp_path / "vocab.json").write_text(json.dumps(ids))
+    config = GPT2Config(vocab_size=321, n_positions=48, n_embd=24, n_layer=3, n_head=2, n_inner=96)
+    theirs = stir(GPT2LMHeadModel(config), 0.05)
+    theirs.save_pretrained(tmp_path)
+    # As the first GPT-2: no "transformer." in the names, the causal mask as a weight.
+    old = load_file(path := tmp_path / "model.safetensors")
+    file = {"h.0.attn.bias": torch.ones(1, 1, 48, 48), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    file |= {name.removeprefix("transformer."): x for name, x in old.items()}
+    save_file(file, path, metadata={"format": "pt"})
+    model, tokenizer = hf.read_gpt2(tmp_path, 0.25)
+    assert model.training and model.config.dropout == 0.25
     words = ["".join(hf.CHARACTERS[byte] for byte in token) for token in tokenizer.tokens]
-    order = torch.tensor([ids[word] for word in [*words, hf.END]])
-    assert shuffled or order.tolist() == [*range(321)]
-    assert_same_logits(model, transformers.GPT2LMHeadModel.from_pretrained(folder), order)
-    theirs = AUTO(folder, split_special_tokens=True)
+    order = torch.tensor([ids[word] for word in [*words, hf.END]])  # their id for each of ours
+    assert_same_logits(model, theirs, order)
+    their_ids = AutoTokenizer.from_pretrained(tmp_path, split_special_tokens=True).encode
     for text in [*TEXTS, *zoo.PROMPTS, *random_texts(0)]:
-        assert order[tokenizer.encode(text)].tolist() == theirs.encode(text)
-
-
-def test_a_file_in_the_way_of_the_first_gpt2_is_read(folder):
-    """No "transformer." in the names, the causal mask as a weight, n_inner in config.json."""
-    before, _ = hf.read_gpt2(folder)
-    weights = {
-        name.removeprefix("transformer."): x
-        for name, x in load_file(folder / "model.safetensors").items()
-    }
-    for i in range(3):
-        weights[f"h.{i}.attn.bias"], weights[f"h.{i}.attn.masked_bias"] = (
-            torch.ones(1, 1, 48, 48).tril(),
-            torch.tensor(-1e4),
-        )
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    edit(folder / "config.json", n_inner=96)
-    after, _ = hf.read_gpt2(folder)
-    assert all(
-        torch.equal(a, b) for a, b in zip(after.parameters(), before.parameters(), strict=True)
-    )
-
-
-@functools.cache
-def trained():
-    return Tokenizer.train([*zoo.PROMPTS, *TEXTS[:3] * 3], 400)
+        assert order[tokenizer.encode(text)].tolist() == their_ids(text)
 
 
 def exported(folder, kind):
     """A checkpoint with random weights and its export -> model, tokenizer, folder of the export."""
+    tokenizer = Tokenizer.train([*zoo.PROMPTS, *TEXTS * 3], 400)
     model = stir(GPT(GPTConfig(400, 32, 2, heads=2, channels=16, dropout=0.25)), 0.2)
     if kind == "rm":
         model = stir(RewardModel(model), 0.1)
         model.mean.fill_(0.7), model.std.fill_(1.9), model.cap.fill_(-0.55)
-    save_checkpoint(folder / f"{kind}.pt", kind, model, trained())
-    hf.export(folder / f"{kind}.pt", folder / "out")
-    return model.eval(), trained(), folder / "out"
+    save_checkpoint(folder / f"{kind}.pt", kind, model, tokenizer)
+    out = folder / "new" / "out"
+    done = run("plumbing/hf.py", "export", folder / f"{kind}.pt", out)
+    name = "GPT2ForSequenceClassification" if kind == "rm" else "GPT2LMHeadModel"
+    assert done == (0, f"wrote {out}: {name}\n", "")
+    return model.eval(), tokenizer, out
 
 
-@pytest.mark.parametrize("kind", ["sft", "ppo"])
-def test_an_exported_policy_gives_the_same_logits_in_transformers_and_can_be_read_again(
-    tmp_path, kind, capsys
-):
-    model, tokenizer, out = exported(tmp_path, kind)
-    assert capsys.readouterr().out == f"wrote {out}: GPT2LMHeadModel\n"
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
-    assert_same_logits(model, theirs, torch.arange(tokenizer.vocab_size))
+def test_an_exported_policy_gives_the_same_logits_and_can_be_read_again(tmp_path):
+    model, tokenizer, out = exported(tmp_path, "sft")
+    theirs = GPT2LMHeadModel.from_pretrained(out)
+    assert_same_logits(model, theirs, torch.arange(400))
     c = theirs.config
-    assert (
-        c.resid_pdrop == c.embd_pdrop == c.attn_pdrop == 0.25
-        and c.n_positions == AUTO(out).model_max_length == 32
-    )
-    assert (
-        tokenizer.eos == c.bos_token_id == c.eos_token_id == theirs.generation_config.eos_token_id
-    )
+    assert (c.resid_pdrop, c.embd_pdrop, c.attn_pdrop, c.n_positions) == (0.25, 0.25, 0.25, 32)
+    assert c.bos_token_id == c.eos_token_id == theirs.generation_config.eos_token_id == 399
     again, same = hf.read_gpt2(str(out))
     assert same.tokens == tokenizer.tokens
-    assert [AUTO(out).encode(text) for text in TEXTS] == [*map(same.encode, TEXTS)]
-    assert all(
-        torch.equal(a, b)
-        for a, b in zip(again.trunk.parameters(), model.trunk.parameters(), strict=True)
-    )
+    for a, b in zip(again.trunk.parameters(), model.trunk.parameters(), strict=True):
+        assert torch.equal(a, b)
+    given = "--data", write_data(tmp_path / "data"), "--out", tmp_path / "run", "--init", out
+    assert run("train_sft.py", *CPU, *given, "--steps", 1)[::2] == (0, "")
+    assert load_checkpoint(tmp_path / "run" / "sft.pt", ["sft"])[0].config.context == 32
+    words = [*TEXTS[:2], "--max_new_tokens", 9, "--n", 3]
+    assert run("sample.py", out, *words) == run("sample.py", tmp_path / "sft.pt", *words)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_random_vocabulary_gives_the_same_ids_over_random_texts_and_comes_back(tmp_path, seed):
-    tokenizer = Tokenizer.train(random_texts(seed, 20 * seed), 300 + 10 * seed)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_random_vocabulary_gives_the_same_ids_and_comes_back(tmp_path, seed):
+    tokenizer = Tokenizer.train(random_texts(seed), 257 + 30 * seed)
     hf.write_tokenizer(tokenizer, tmp_path, 99, scorer=False)
-    theirs = AUTO(tmp_path)
-    for text in ["", *TEXTS, *random_texts(seed), *random_texts(-1)]:
-        assert (
-            theirs.encode(text) == tokenizer.encode(text)
-            and theirs.decode(theirs.encode(text)) == text
-        )
-    assert (
-        theirs.special_tokens_map == ENDS
-        and theirs.eos_token_id == tokenizer.eos
-        and len(theirs) == tokenizer.vocab_size
-    )
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    for text in [*TEXTS, *random_texts(seed), *random_texts(-1)]:
+        assert theirs.encode(text) == tokenizer.encode(text)
+        assert theirs.decode(theirs.encode(text)) == text
+    assert theirs.eos_token_id == tokenizer.eos and theirs.model_max_length == 99
     same, ids = hf.read_vocabulary("x", theirs, len(theirs))
-    assert same.tokens == tokenizer.tokens and ids == [*range(len(theirs))]
+    assert same.tokens == tokenizer.tokens and ids == [*range(tokenizer.vocab_size)]
 
 
-def test_an_exported_reward_model_gives_our_scores_of_texts_alone_or_padded(tmp_path):
-    scorer, tokenizer, out = exported(tmp_path, "rm")
-    prompts, responses = (
-        [*TEXTS[:2], "Where do bees live?", "a", hf.END],
-        [" In a hive.", "", TEXTS[1], "b", hf.END],
-    )
-    rows = [
-        [*tokenizer.encode(x), *tokenizer.encode(y), tokenizer.eos]
-        for x, y in zip(prompts, responses)
-    ]
-    ours = torch.cat(
-        [scorer(torch.tensor([row]), torch.tensor([len(row)])) for row in rows]
-    ).tolist()
-    assert max(ours) - min(ours) > 0.1 and ours.count(max(ours)) == 2  # the cap
-    score = hf.read_scorer(out)
-    assert score(prompts, responses) == pytest.approx(ours, abs=1e-4)
-    assert [score([x], [y])[0] for x, y in zip(prompts, responses)] == pytest.approx(ours, abs=1e-4)
+@torch.no_grad()
+def test_an_exported_reward_model_gives_our_scores_of_texts(tmp_path):
+    scorer, ours, out = exported(tmp_path, "rm")
+    prompts = [*TEXTS[:3], "Where do bees live?", "a"]
+    answers = [" In a hive.", "", hf.END, TEXTS[1], "b"]
+    rows = [[*ours.encode(x), *ours.encode(y), ours.eos] for x, y in zip(prompts, answers)]
+    scores = [scorer(torch.tensor([row]), torch.tensor([len(row)])) for row in rows]
+    assert max(scores) - min(scores) > 0.1 and scores.count(max(scores)) > 1  # the cap
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(out).eval()
+    theirs, c = AutoTokenizer.from_pretrained(out), model.config
+    logits = model(**theirs(prompts, answers, padding=True, return_tensors="pt")).logits
+    assert_equal(logits.clamp(max=c.score_cap), torch.stack(scores), 1e-4)
+    assert c.pad_token_id == theirs.pad_token_id == 400
+    assert theirs(TEXTS)["input_ids"] == [[*ours.encode(text), ours.eos] for text in TEXTS]
+    assert theirs("Wh", "at")["input_ids"] == [*ours.encode("Wh"), *ours.encode("at"), ours.eos]
+    assert theirs(TEXTS[0] * 9, truncation=True)["input_ids"][31:] == [ours.eos]
+    assert theirs.eos_token_id == theirs.bos_token_id == theirs.unk_token_id == ours.eos
 
 
-def test_the_tokenizer_of_an_exported_reward_model_ends_what_it_encodes(tmp_path):
-    _, tokenizer, out = exported(tmp_path, "rm")
-    theirs, config = AUTO(out), transformers.AutoConfig.from_pretrained(out)
-    for text in TEXTS:
-        assert theirs(text)["input_ids"] == [*tokenizer.encode(text), tokenizer.eos]
-    apart = [*tokenizer.encode("Wh"), *tokenizer.encode("at"), tokenizer.eos]
-    assert theirs("Wh", "at")["input_ids"] == apart != theirs("What")["input_ids"]
-    assert theirs(TEXTS[0] * 9, truncation=True)["input_ids"][31:] == [tokenizer.eos]
-    assert theirs.special_tokens_map == ENDS | {"pad_token": "<|pad|>"} and config.num_labels == 1
-    assert config.pad_token_id == theirs.pad_token_id == 400
-
-
-def edit(path, *keys, **changes):
-    """Change what a JSON file holds: file[key][key]... |= changes."""
-    file = part = json.loads(path.read_text())
-    for key in keys:
-        part = part[key]
-    part |= changes
-    path.write_text(json.dumps(file))
-
-
-def config(**changes):
-    return lambda out: edit(out / "config.json", **changes)
-
-
-def vocabulary(*keys, **changes):
-    return lambda out: edit(out / "tokenizer.json", *keys, **changes)
-
-
-def reverse_merges(out):
-    merges = json.loads((out / "tokenizer.json").read_text())["model"]["merges"]
-    edit(out / "tokenizer.json", "model", merges=merges[::-1])
-
-
-def separate_head(out, tied):
-    theirs = transformers.GPT2LMHeadModel.from_pretrained(out)
-    theirs.config.tie_word_embeddings = False
-    theirs.lm_head.weight = torch.nn.Parameter(theirs.lm_head.weight.clone())
-    theirs.save_pretrained(out)
-    hf.read_gpt2(out)  # equal weights may stand in the file twice
-    stir(theirs.lm_head)
-    theirs.save_pretrained(out)
-    edit(out / "config.json", tie_word_embeddings=tied)
-
-
-def resize(out, inner=None, tokens=400):
-    theirs = transformers.GPT2LMHeadModel.from_pretrained(out)
-    c = transformers.GPT2Config(
-        **theirs.config.to_diff_dict() | {"n_inner": inner, "vocab_size": tokens}
-    )
-    transformers.GPT2LMHeadModel(c).save_pretrained(out)
-
-
-SHOULD = "should have 400 tokens, as its weights: 256 bytes, what each merge makes, "
-SHOULD += "and <|endoftext|>; it has "
+FIXED = {"activation_function": "relu", "layer_norm_epsilon": 1e-06, "scale_attn_weights": False}
+FIXED |= {"scale_attn_by_inverse_layer_idx": True}
 CUTS = "cuts text in another way"
-BROKEN = {  # what is done to an exported policy, and what is said of it
-    "relu": (
-        config(activation_function="relu"),
-        ["GPT-2 language model", "here activation_function relu"],
+BROKEN = [  # what is changed in an exported policy, and what is said of it
+    *[({name: x}, f"GPT-2 language model ... here {name} {x}") for name, x in FIXED.items()],
+    ({"tie_word_embeddings": False}, "lm_head without the weights of wte, ... in missing_keys"),
+    ({"n_inner": 48}, "h.0.mlp.c_fc.bias ... in mismatched_keys"),
+    (
+        {"vocab_size": 401},
+        "should have 401 tokens, as its weights: ... it has 400, with ids up to 399",
     ),
-    "epsilon": (config(layer_norm_epsilon=1e-6), ["here layer_norm_epsilon 1e-06"]),
-    "unscaled": (config(scale_attn_weights=False), ["here scale_attn_weights False"]),
-    "scaled": (
-        config(scale_attn_by_inverse_layer_idx=True),
-        ["here scale_attn_by_inverse_layer_idx True"],
-    ),
-    "missing": (
-        config(n_layer=3),
-        ["h.2.attn.c_attn.bias in missing_keys, ", "h.2.attn.c_proj.bias in missing_keys"],
-    ),
-    "unknown": (config(n_layer=1), ["h.1.attn.c_attn.weight in unexpected_keys"]),
-    "size": (config(n_positions=40), ["wpe.weight", "40", "in mismatched_keys"]),
-    "MLP": (lambda out: resize(out, inner=48), ["h.0.mlp.c_fc.bias", "in mismatched_keys"]),
-    "head": (lambda out: separate_head(out, False), ["lm_head without the weights of wte"]),
-    "tied head": (lambda out: separate_head(out, True), ["lm_head without the weights of wte"]),
-    "more weights": (
-        lambda out: resize(out, tokens=401),
-        ["have 401 tokens", "it has 400, with ids up to 399"],
-    ),
-    "one more": (
-        vocabulary("model", "vocab", **{"<a>": 400}),
-        [SHOULD + "401, with ids up to 400; missing or unknown: <a>"],
-    ),
-    "hole": (
-        vocabulary("model", "vocab", Ġwe=400),
-        [SHOULD + "400, with ids up to 400; missing or unknown: none"],
-    ),
-    "no merges": (vocabulary("model", merges=[]), [SHOULD, "missing or unknown: Do, My, Please"]),
-    "merges": (reverse_merges, [CUTS]),
-    "type": (
-        vocabulary(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}),
-        [SHOULD],
-    ),
-    "words": (vocabulary("pre_tokenizer", type="Whitespace"), [CUTS]),
-    "space": (vocabulary("pre_tokenizer", add_prefix_space=True), [CUTS]),
-    "regex": (vocabulary("pre_tokenizer", use_regex=False), [CUTS]),
-    "none": (vocabulary(pre_tokenizer=None), [CUTS]),
-    "normalizer": (vocabulary(normalizer={"type": "NFC"}), [CUTS]),
-    "damaged": (
-        lambda out: (out / "config.json").write_text("{"),
-        ["could not be read (OSError: It "],
-    ),
-}
+    ({"model": {"merges": []}}, "should have 400 tokens ... missing or unknown: Do, My, Please"),
+    ({"pre_tokenizer": {"add_prefix_space": True}}, CUTS),
+    ({"pre_tokenizer": {"use_regex": False}}, CUTS),
+    ({"normalizer": {"type": "NFC"}}, CUTS),
+]
 
 
-@pytest.mark.parametrize("break_it, says", BROKEN.values(), ids=BROKEN)
-def test_what_is_no_gpt2_is_refused_and_named(tmp_path, break_it, says):
+@pytest.mark.parametrize("changes, says", BROKEN)
+def test_what_is_no_gpt2_is_refused_in_a_sentence(tmp_path, changes, says):
     _, _, out = exported(tmp_path, "ppo")
-    break_it(out)
+    kind = "tokenizer" if changes.keys() & {"model", "pre_tokenizer", "normalizer"} else "config"
+    edit(out / f"{kind}.json", **changes)
+    if changes.keys() & {"n_inner", "vocab_size"}:  # with weights of this size
+        GPT2LMHeadModel(GPT2Config.from_pretrained(out)).save_pretrained(out)
     with pytest.raises(UserError) as error:
         hf.read_gpt2(out)
-    assert str(error.value).startswith(f"{out}: ") and "\n" not in str(error.value)
-    assert len(str(error.value)) < len(str(out)) + 400
-    for words in says:
-        assert words in str(error.value)
+    said = str(error.value)
+    assert said.startswith(f"{out}: ") and "\n" not in said and len(said) < len(str(out)) + 400
+    assert all(part in said for part in says.split(" ... ")), said
 
 
-def test_a_reward_model_and_an_empty_folder_are_no_policy(tmp_path):
+def test_other_folders_are_refused_and_full_ones_overwritten_on_request_alone(
+    tmp_path, monkeypatch
+):
     _, _, out = exported(tmp_path, "rm")
-    done = shell(
-        "sample.py", out, "a"
-    )  # in a process of its own, to see whatever transformers says
-    assert (done.returncode, done.stdout) == (2, "") and done.stderr.count("\n") == 1
-    assert done.stderr.endswith("here score.weight in unexpected_keys\n")
-    for nothing in (tmp_path, tmp_path / "none"):
-        with pytest.raises(
-            UserError,
-            match="could not be read .* without a network, give a folder with config.json",
-        ):
-            hf.read_gpt2(nothing)
-
-
-def test_one_line_exports_and_another_samples_from_what_was_exported(tmp_path):
-    exported(tmp_path, "ppo")
-    status, printed, error = run(
-        "plumbing/hf.py", "export", tmp_path / "ppo.pt", tmp_path / "new" / "out"
-    )
-    assert (status, printed, error) == (
-        0,
-        f"wrote {tmp_path / 'new' / 'out'}: GPT2LMHeadModel\n",
-        "",
-    )
-    flags = [*TEXTS[:2], "--max_new_tokens", 9, "--n", 3]
-    done = run("sample.py", tmp_path / "new" / "out", *flags)
-    assert done == (0, run("sample.py", tmp_path / "ppo.pt", *flags)[1], "")
-    assert set(TEXTS[:2]) < set(done[1].splitlines())
-
-
-def test_a_model_that_is_there_is_replaced_on_request_alone(tmp_path):
-    exported(tmp_path, "rm")
-    for name in ("config.json", "generation_config.json"):
-        out = tmp_path / name.split(".")[0]
-        out.mkdir()
-        (out / name).write_text("another")
-        words = ["plumbing/hf.py", "export", tmp_path / "rm.pt", out]
-        status, _, error = run(*words)
-        assert status == 2 and "--overwrite" in error and error.count("\n") == 1
-        assert [path.read_text() for path in out.iterdir()] == ["another"]
-        assert run(*words, "--overwrite")[0] == 0 and len(hf.read_scorer(out)(["a"], ["b"])) == 1
-
-
-def test_an_export_into_a_file_and_other_words_are_refused(tmp_path):
-    exported(tmp_path, "ppo")
-    model, file = tmp_path / "ppo.pt", tmp_path / "file"
-    file.write_text("mine")
-    for words, says in [
-        (["export", model, file], f"{file}: File exists"),
-        (["export", model, file / "more"], "Not a directory"),
-        (["export", model], "export CHECKPOINT FOLDER"),
-        (["import", model, "out"], "export CHECKPOINT FOLDER"),
-        (["export", model, "out", "more"], "export CHECKPOINT FOLDER"),
-        (["export", file, "out"], "damaged"),
-    ]:
-        status, printed, error = run("plumbing/hf.py", *words)
-        assert (
-            (status, printed) == (2, "")
-            and error.startswith("hf.py: ")
-            and error.count("\n") == 1
-            and says in error
-        )
-    assert file.read_text() == "mine"
-
-
-def test_without_transformers_its_installation_is_named(monkeypatch):
+    words = "plumbing/hf.py", "export", tmp_path / "rm.pt", out
+    assert "is not empty; give another folder, or --overwrite" in run(*words)[2]
+    assert run(*words, "--overwrite")[0] == 0
+    with pytest.raises(UserError, match="score.weight in unexpected_keys"):
+        hf.read_gpt2(out)
+    with pytest.raises(UserError, match="without a network, give a folder with config.json"):
+        hf.read_gpt2(tmp_path)
+    assert transformers.logging.get_verbosity() == transformers.logging.ERROR
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UserError, match="pip install transformers"):
         hf.read_gpt2("gpt2")
-
-
-def test_only_a_download_shows_its_progress(tmp_path, monkeypatch):
-    calls = []
-    for name in ("enable", "disable"):
-        monkeypatch.setattr(
-            transformers.logging, f"{name}_progress_bar", lambda name=name: calls.append(name)
-        )
-    monkeypatch.setattr(transformers.GPT2LMHeadModel, "from_pretrained", lambda *_, **__: 1 / 0)
-    for source, last in [("gpt2", "enable"), (tmp_path, "disable")]:
-        with pytest.raises(UserError, match="ZeroDivisionError: division by zero"):
-            hf.read_gpt2(source)
-        assert calls[-1] == last

@@ -1,937 +1,486 @@
-"""PPO's neighbours: what a step is on average, exactly; and that they run as train_ppo.py does.
-Run: python -m pytest tests/test_variations.py (the last tests need trl)
-
-The first part lists every group of responses to a prompt, computes its loss as if it had been
-sampled, and adds up the losses, times the probabilities of the groups: the gradient of this sum is
-the expected step.
+"""The specification of variations/: the expected step, the loss of any batch, flags, programs.
+Run: python -m pytest tests/test_variations.py (the last test needs trl)
 """
 
-import inspect
+import importlib
 import itertools
-import json
 import math
+import os
 import random
 import re
-import shutil
 import signal
 import sys
-from dataclasses import fields, replace
-from functools import partial
+from dataclasses import astuple, fields
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import minippo
-import variations
-from cli import metrics, run, same_weights
-from data import zoo
-from minippo import (
-    GPT,
-    GPTConfig,
-    PPOConfig,
-    RewardModel,
-    evaluate_actions,
-    frozen_copy,
-)
-from plumbing import fast, training
-from plumbing.checkpoints import load_checkpoint, read_contents, save_checkpoint
+from cli import CPU, FLAGS, PPO, ROOT, metrics, run, stage, write_data, write_models, write_rows
+from data.rows import load_rows
+from minippo import PPOConfig, evaluate_actions, frozen_copy, generate, row_lengths
+from plumbing.checkpoints import load_checkpoint, save_checkpoint
 from plumbing.errors import UserError
-from plumbing.rows import load_jsonl, pad, pad_completions, read_ids
-from plumbing.settings import RunConfig
-from plumbing.tokenizer import Tokenizer
-from plumbing.training import loss_in_pieces
-from tiny import assert_equal, f64, inf, stir, tiny_gpt, weights
+from plumbing.flags import RunConfig, explanations
+from plumbing.models import load_algorithm, load_models
+from plumbing.rows import batch_of, pad_completions, read_ids
+from plumbing.tokenizer import texts_of
+from tiny import all_responses, assert_equal, padded_otherwise, random_batch, stir
+from tiny import tiny_gpt, weights
 from train_ppo import StageConfig
-from variations import best_of_n, dpo, ensemble, grpo, iterate, ppo_ptx, rloo
-from variations.ppo_penalty import PenaltyLoss, adapt_penalty
-from variations.reinforce import reinforce_advantages, reinforce_loss
-from variations.sequence_ppo import sequence_advantages, sequence_loss
-
-PROMPTS = [[1, 0, 1], [0, 1]]  # of different lengths
-
-
-class Task:
-    """Three tokens, the last of which ends a response; every response to every prompt is a row."""
-
-    def __init__(self, kl_coef=0.3, horizon=2):
-        self.policy, self.ref = tiny_gpt(3), frozen_copy(tiny_gpt(3))
-        words = [x for n in range(horizon + 1) for x in itertools.product((0, 1), repeat=n)]
-        rows = [(prompt, [*x, 2][:horizon]) for prompt in PROMPTS for x in words]
-        self.tokens, self.mask = pad_completions(rows)
-        self.groups = torch.arange(len(rows)).view(len(PROMPTS), -1)  # the rows of each prompt
-        self.scores = torch.randn(len(rows), dtype=torch.float64)
-        exact = {"minibatches": 1, "whiten": False, "vf_coef": 0.0, "max_grad_norm": inf}
-        self.config = PPOConfig(temperature=0.7, kl_coef=kl_coef, **exact)
-
-    def evaluate(self, model):
-        return evaluate_actions(model, self.tokens, self.mask, 0.7)
-
-    def total(self):
-        """log pi of the responses: (B,)."""
-        return self.evaluate(self.policy)[0].sum(1)
-
-    def kl(self):
-        """Its estimate from each response: (B,)."""
-        return self.total() - self.evaluate(self.ref)[0].sum(1)
-
-    def objective(self):
-        """J, summed over the prompts."""
-        chances = self.total().exp()
-        assert_equal(chances.sum(), f64(float(len(PROMPTS))))  # no response is missing
-        return (chances * (self.scores - self.config.kl_coef * self.kl())).sum()
-
-    def kl_in_states_visited(self, a, b):
-        """KL(a || b) of the choices, summed over the states; which are visited counts as given."""
-        a, b = ((x(self.tokens[:, :-1])[0] / 0.7).log_softmax(-1) for x in (a, b))
-        chances = self.mask * self.total().detach().exp()[:, None]
-        return (chances * (a.exp() * (a - b)).sum(-1)).sum()
-
-    def gradient(self, x):
-        parameters = list(self.policy.parameters())
-        found = torch.autograd.grad(x, parameters, retain_graph=True, materialize_grads=True)
-        return torch.cat([g.flatten() for g in found])
-
-    def rollout(self):
-        """What minippo.rollout would return, had it sampled every row once."""
-        with torch.no_grad():
-            old_logprobs, old_values, _ = self.evaluate(self.policy)
-            ref_logprobs, _, _ = self.evaluate(self.ref)
-        batch = {"tokens": self.tokens, "mask": self.mask, "scores": self.scores}
-        batch |= {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs}
-        return batch | {"old_values": old_values}
-
-    def loss(self, compute_advantages, loss_of, batch):
-        """As a sum: times what it was divided by."""
-        batch = batch | compute_advantages(batch, self.config, self.config.kl_coef)
-        loss, stats = loss_of(self.policy, batch, self.config)
-        return stats["count"] * loss
-
-    def expected_step(self, compute_advantages, loss_of, k=1):
-        """E of the step on k responses to a prompt, per response."""
-        batch, chances, loss = self.rollout(), self.total().detach().exp(), 0.0
-        for rows in self.groups.tolist():
-            for group in map(list, itertools.product(rows, repeat=k)):
-                group_loss = self.loss(compute_advantages, loss_of, part(batch, group))
-                loss = loss + chances[group].prod() * group_loss / k
-        step = -self.gradient(loss)
-        assert step.norm() > 1e-2
-        return step
+from train_sft import sft_loss
+from variations import ensemble, iterate
 
 
 def part(batch, rows):
     return {name: x[rows] for name, x in batch.items()}
 
 
-def reinforced(credit, baseline):
-    found = partial(reinforce_advantages, credit=credit, baseline=baseline)
-    return found, partial(reinforce_loss, baseline=baseline)
+def gradient(x, model):
+    parameters = list(model.parameters())
+    found = torch.autograd.grad(x, parameters, retain_graph=True, materialize_grads=True)
+    return torch.cat([g.flatten() for g in found])
 
 
-def grouped(no_std=False, no_length=False):
-    compute_advantages = partial(grpo.grpo_advantages, k=2, no_std=no_std)
-    return compute_advantages, partial(grpo.grpo_loss, no_length=no_length)
+# The expected step: the losses, as sums, of all groups of k responses to a prompt are added up,
+# times the probabilities of the groups.
+
+BETA, HEAT = 0.3, 0.7
 
 
-RLOO = partial(rloo.rloo_advantages, k=2), rloo.rloo_loss
-BEST = partial(best_of_n.best_of_n_advantages, n=2), best_of_n.imitation_loss
-RUNGS = [reinforced(*x) for x in itertools.product(("total", "to_go"), (True, False))]
-EXACT = {
-    **{f"rung {i}": (*rung, 1) for i, rung in enumerate(RUNGS)},
-    "one action": (sequence_advantages, sequence_loss, 1),
-    "penalty": (minippo.compute_advantages, PenaltyLoss(), 1),
-    "rloo": (*RLOO, 2),
-}
+class Task:
+    """Three tokens, the last of which ends a response. Every response is a row."""
+
+    def __init__(self):
+        self.policy, self.ref = tiny_gpt(3), frozen_copy(tiny_gpt(3))
+        rows = [(prompt, y) for prompt in ([1, 0, 1], [0, 1]) for y in all_responses(3, 2)]
+        self.tokens, self.mask = pad_completions(rows)
+        self.groups = torch.arange(len(rows)).view(2, -1)  # the rows of each prompt
+        self.scores = torch.randn(len(rows), dtype=torch.float64)
+        now, values, _ = evaluate_actions(self.policy, self.tokens, self.mask, HEAT)
+        then, *_ = evaluate_actions(self.ref, self.tokens, self.mask, HEAT)
+        self.log_p, self.p = now.sum(1), now.sum(1).exp()  # (B,), with gradients
+        self.rewards = self.scores - BETA * (now - then).sum(1)
+        batch = {"tokens": self.tokens, "mask": self.mask, "scores": self.scores}
+        batch |= {"old_logprobs": now, "ref_logprobs": then, "old_values": values}
+        self.batch = {name: x.detach() for name, x in batch.items()}
+
+    def expected_loss(self, name, count, settings):
+        algorithm, total = load_algorithm(name), 0.0
+        settings = {"temperature": HEAT, "kl_coef": BETA, "vf_coef": 0.0} | settings
+        config, k = algorithm.Settings(whiten=False, **settings), settings.get("k", 1)
+        for rows in self.groups.tolist():
+            for group in map(list, itertools.product(rows, repeat=k)):
+                some = part(self.batch, group)
+                some |= algorithm.compute_advantages(some, config)
+                loss, _ = algorithm.loss(self.policy, some, config)
+                total = total + self.p.detach()[group].prod() * count(some) * loss / k
+        return total
 
 
-@pytest.mark.parametrize("name", EXACT)
-def test_the_expected_step_is_the_gradient_of_score_minus_beta_kl(name):
-    task = Task()
-    assert_equal(task.expected_step(*EXACT[name]), task.gradient(task.objective()), 1e-9)
+def tokens(batch):
+    return int(batch["mask"].sum())
 
 
-def test_the_rungs_of_reinforce_differ_in_every_single_step():
-    task = Task()
-    moves = [task.gradient(task.loss(*rung, part(task.rollout(), [4]))) for rung in RUNGS]
-    assert all((a - b).norm() > 1e-3 for a, b in itertools.combinations(moves, 2))
+def objective(task):
+    """J"""
+    return (task.p * task.rewards).sum()
 
 
-def test_a_mean_that_holds_the_response_itself_shrinks_the_gradient_of_the_score():
-    task = Task(kl_coef=0.0)
-    expected = task.expected_step(*grouped(no_std=True, no_length=True), k=2)
-    assert_equal(expected, task.gradient(task.objective()) / 2, 1e-9)  # (k - 1) / k
+def k3(task):
+    """- beta KL(ref || pi), summed over the states; which are visited counts as given."""
+    a, b = (x(task.tokens[:, :-1])[0] / HEAT for x in (task.ref, task.policy))
+    kl = (a.softmax(-1) * (a.log_softmax(-1) - b.log_softmax(-1))).sum(-1)
+    return -BETA * (task.mask * task.p.detach()[:, None] * kl).sum()
 
 
-def test_grpo_with_std_follows_the_chance_of_winning_and_not_the_score():
-    task = Task(kl_coef=0.0)
-    chances, scores = task.total().exp()[task.groups], task.scores[task.groups]
+def half_of_the_score(task):
+    return (task.p * task.scores).sum() / 2 + k3(task)  # (k - 1) / k
+
+
+def wins(task):
+    """P(win) - P(lose) against another sample."""
+    p, scores = task.p[task.groups], task.scores[task.groups]
     sign = (scores[:, :, None] - scores[:, None]).sign()
-    wins = (chances[:, :, None] * chances.detach()[:, None] * sign).sum()  # P(win) - P(lose)
-    exact, score = task.gradient(wins), task.gradient(task.objective())
-    step = task.expected_step(*grouped(no_length=True), k=2)
-    assert_equal(step, exact / math.sqrt(2), 1e-9)
-    assert 0 < torch.cosine_similarity(exact, score, 0) < 0.999  # another direction
+    return math.sqrt(0.5) * (p[:, :, None] * p.detach()[:, None] * sign).sum() + k3(task)
 
 
-def test_grpo_divides_each_response_by_its_length():
-    task = Task(kl_coef=0.0)
-    total, scores = task.total()[task.groups], task.scores[task.groups]
-    chances, lengths = total.detach().exp(), task.mask.sum(1)[task.groups]
-    advantages = (scores - (chances * scores).sum(1, keepdim=True)) / 2  # E[A | the response]
-    exact = task.gradient((chances * advantages / lengths * total).sum())
-    assert_equal(task.expected_step(*grouped(no_std=True), 2), exact, 1e-9)
+def best_of_two(task):
+    """p_2 log pi"""
+    rewards, log_p = task.rewards[task.groups], task.log_p[task.groups]
+    p = log_p.detach().exp()
+    at_most = (p[:, None] * (rewards[:, None] <= rewards[:, :, None])).sum(2)
+    return ((at_most**2 - (at_most - p) ** 2) * log_p).sum() / 2
 
 
-def test_the_loss_of_k3_has_the_gradient_of_the_kl_from_the_reference():
+CLAIMS = [  # algorithm, count, its settings, and what the step is the gradient of
+    ("reinforce", tokens, {}, objective),
+    ("reinforce", tokens, {"baseline": True}, objective),
+    ("reinforce", tokens, {"total": True}, objective),
+    ("reinforce", tokens, {"total": True, "baseline": True}, objective),
+    ("rloo", tokens, {"k": 2}, objective),
+    ("ppo_penalty", tokens, {}, objective),
+    ("gspo", lambda x: len(x["mask"]), {"mean": False}, objective),
+    ("grpo", tokens, {"k": 2, "length": False, "std": False}, half_of_the_score),
+    ("grpo", tokens, {"k": 2, "length": False}, wins),
+    ("best_of_n", lambda x: (x["credit"] > 0).sum(), {"k": 2}, best_of_two),
+]
+
+
+@pytest.mark.parametrize("name, count, own, claim", CLAIMS)
+def test_the_expected_step_is_the_gradient_of_what_the_docstring_says(name, count, own, claim):
     task = Task()
-    task.scores = torch.zeros_like(task.scores)
-    there = task.gradient(task.kl_in_states_visited(task.ref, task.policy))
-    back = task.gradient(task.kl_in_states_visited(task.policy, task.ref))  # as in J
-    assert_equal(task.expected_step(*grouped(True, True), k=2), -0.3 * there, 1e-9)
-    assert (there - back).norm() > 0.1 * back.norm()
-
-
-def test_the_geometric_mean_of_the_ratios_divides_each_response_by_its_length():
-    task = Task()
-    first = task.mask.int().argmax(1, keepdim=True)
-    values = task.evaluate(task.policy)[1].gather(1, first).squeeze(1)
-    advantages = (task.scores - 0.3 * task.kl() - values).detach()
-    total, lengths = task.total(), task.mask.sum(1)
-    exact = task.gradient((total.detach().exp() * advantages / lengths * total).sum())
-    assert_equal(task.expected_step(*GSPO), exact, 1e-9)
-
-
-def test_imitating_the_best_of_n_moves_towards_its_distribution():
-    task = Task()
-    rewards, total = (task.scores - 0.3 * task.kl())[task.groups], task.total()[task.groups]
-    chances = total.detach().exp()
-    at_most = (chances[:, None] * (rewards[:, None] <= rewards[:, :, None])).sum(2)
-    best = at_most**2 - (at_most - chances) ** 2  # the chance of being the better one of two
-    assert_equal(best.sum(1), f64([1.0, 1.0]))
-    assert_equal(task.expected_step(*BEST, 2), task.gradient((best * total).sum()) / 2, 1e-9)
-
-
-def test_the_penalty_has_the_gradient_of_the_kl_from_the_old_policy():
-    task, loss_of, old = Task(), PenaltyLoss(penalty=1.5), tiny_gpt(3)
-    task.policy, policy = old, task.policy
-    batch, chances = task.rollout(), task.total().detach().exp()
-    batch |= {"whitened": 0 * batch["old_logprobs"], "returns": batch["old_values"]}
-    loss = 0.0
-    for i, chance in enumerate(chances):
-        row_loss, stats = loss_of(policy, part(batch, [i]), task.config)
-        loss = loss + chance * stats["count"] * row_loss
-    kl = task.kl_in_states_visited(old, policy)
-    task.policy = policy
-    assert_equal(loss, 1.5 * kl, 1e-9)
-    assert_equal(task.gradient(loss), 1.5 * task.gradient(kl), 1e-9)
-
-
-@pytest.mark.parametrize("ipo", [False, True])
-def test_pairs_labelled_by_a_reward_that_the_policy_is_best_for_teach_it_nothing(ipo):
-    task, beta = Task(), 0.05 if ipo else 0.4
-    log_ratio = task.kl()  # log(pi / ref) of each response
-    for truth, nothing in ((beta, True), (2 * beta, False)):
-        loss = 0.0
-        pairs = [itertools.permutations(rows, 2) for rows in task.groups.tolist()]
-        for i, j in itertools.chain(*pairs):
-            gap = truth * (log_ratio[i] - log_ratio[j]).detach()  # of r = beta log(pi / ref)
-            chance = 0.5 + gap if ipo else gap.sigmoid()  # that i is chosen
-            loss = loss + chance * dpo.dpo_loss(log_ratio[[i]], log_ratio[[j]], beta, ipo)[0]
-        assert (task.gradient(loss).norm() < 1e-9) == nothing
-
-
-def test_the_loss_of_dpo_works_when_pasted_and_is_a_mean_over_pairs():
-    pasted = {"torch": torch}
-    exec(inspect.getsource(dpo.dpo_loss), pasted)
-    chosen, rejected, h = f64([1.0, -2.0, 0.5]), f64([-0.5, 1.0, 0.5]), [1.5, -3.0, 0.0]
-    losses = [math.log(1 + math.exp(-0.2 * x)) for x in h], [(x - 2.5) ** 2 for x in h]
-    for ipo, expected in enumerate(losses):
-        loss, stats = pasted["dpo_loss"](chosen, rejected, 0.2, bool(ipo))
-        assert loss.item() == pytest.approx(sum(expected) / 3)
-        assert stats == pytest.approx({"loss": loss.item(), "margin": -0.5, "accuracy": 1 / 3})
-
-
-# A loss is a mean over what the paper says, far from ratio 1 and in minibatches of unequal lengths
-
-
-def clipped(x):
-    return torch.min(x.ratio * x.A, x.ratio.clamp(0.8, 1.2) * x.A)
-
-
-def half_square(x):
-    """The clipped value loss."""
-    near = x.old_values + (x.values - x.old_values).clamp(-0.1, 0.1)
-    return 0.5 * torch.max((x.values - x.returns) ** 2, (near - x.returns) ** 2)
-
-
-def one_action(x, power):
-    x.ratio, x.A = x.ratio.prod() ** power, x.A[0]
-    return -clipped(x) + 0.5 * half_square(x)[0]
-
-
-def grpo_terms(x):
-    return -clipped(x) + 0.3 * (x.q - 1 - x.q.log())
-
-
-def penalised(x):
-    return -x.ratio * x.A + 1.7 * (x.ratio - 1 - x.ratio.log()) + 0.5 * half_square(x)
-
-
-GSPO = sequence_advantages, partial(sequence_loss, mean=True)
-PAPER = {  # compute_advantages, loss_of; and of one response the terms of the mean
-    "reinforce": (reinforce_advantages, reinforce_loss, lambda x: -x.ratio * x.A),
-    "less value": (*reinforced("total", True), lambda x: -x.ratio * x.A + 0.5 * half_square(x)),
-    "rloo": (*RLOO, lambda x: -clipped(x)),
-    "grpo": (grouped()[0], grpo.grpo_loss, lambda x: grpo_terms(x).mean()),
-    "no length": (*grouped(True, True), grpo_terms),
-    "one action": (sequence_advantages, sequence_loss, lambda x: one_action(x, 1)),
-    "gspo": (*GSPO, lambda x: one_action(x, 1 / len(x.A))),
-    "penalty": (minippo.compute_advantages, PenaltyLoss(1.7), penalised),
-    "best of n": (*BEST, lambda x: -x.logprobs[: len(x.logprobs) * x.chosen]),
-}
-
-
-@pytest.mark.parametrize("name", PAPER)
-@pytest.mark.parametrize("computed", ["plain", "fast"])
-def test_the_loss_of_a_minibatch_is_the_mean_of_the_paper_however_it_is_cut(name, computed):
-    compute_advantages, loss_of, terms = PAPER[name]
-    task = Task(horizon=3)
-    config = replace(task.config, vf_coef=0.5, value_clip=0.1, whiten=True)
-    batch = part(task.rollout(), [0, 3, 20, 29, 9, 14, 1, 0, 16, 15])
-    batch |= compute_advantages(batch, config, 0.3)
-    stir(task.policy, 0.05)
-    if computed == "fast":
-        fast.install()
-    for rows in ([0, 1, 2, 3, 6, 7], [4, 5, 8, 9]):
-        minibatch = part(batch, rows)
-        mask = minibatch["mask"]
-        logprobs, values, _ = evaluate_actions(task.policy, minibatch["tokens"], mask, 0.7)
-        of_tokens = {
-            "A": minibatch.get("whitened", mask),
-            "returns": minibatch.get("returns", values),
-        }
-        of_tokens |= {"logprobs": logprobs, "values": values, "old_values": minibatch["old_values"]}
-        of_tokens["ratio"] = (logprobs - minibatch["old_logprobs"]).exp()
-        of_tokens["q"] = (minibatch["ref_logprobs"] - logprobs).exp()
-        found = []
-        for i, chosen in enumerate(minibatch.get("chosen", mask.any(1)).tolist()):
-            numbers = {name: x[i, mask[i]] for name, x in of_tokens.items()}
-            found.append(terms(SimpleNamespace(chosen=chosen, **numbers)).view(-1))
-        paper = torch.cat(found)
-        exact = task.gradient(paper.mean())
-        outside = ((of_tokens["ratio"] - 1).abs() > 0.2)[mask]
-        assert 0 < outside.sum() < len(outside) and exact.norm() > 1e-2
-        for size in (0, 1, 4):
-            task.policy.zero_grad()
-            loss, stats = loss_in_pieces(loss_of, size)(task.policy, minibatch, config)
-            loss.backward()
-            assert_equal(left_gradient(task.policy), exact, 1e-10)
-            assert stats["count"] == len(paper)
-            assert stats["loss"] == pytest.approx(paper.mean().item())
-
-
-def left_gradient(policy):
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in policy.parameters()]
-    return torch.cat([g.flatten() for g in gradients])
-
-
-@pytest.mark.parametrize("ipo", [False, True])
-def test_the_loss_of_pairs_is_the_mean_over_pairs_and_leaves_the_reference_alone(ipo):
-    task, ref = Task(horizon=3), tiny_gpt(3)
-    task.ref, pairs = ref, torch.tensor([[0, 9], [14, 3], [16, 29]])
-    chosen, rejected = task.kl()[pairs].unbind(1)
-    loss, stats = dpo.dpo_loss(chosen, rejected, task.config.kl_coef, ipo)
-    exact, batch = task.gradient(loss), {"tokens": task.tokens[pairs], "mask": task.mask[pairs]}
+    exact = gradient(claim(task), task.policy)
     assert exact.norm() > 1e-2
-    fast.install()
-    for size in (0, 1, 2):
-        task.policy.zero_grad()
-        loss_of = loss_in_pieces(partial(dpo.pair_loss, ref=ref, ipo=ipo), size)
-        found, found_stats = loss_of(task.policy, batch, task.config)
-        found.backward()
-        assert_equal(left_gradient(task.policy), exact, 1e-10)
-        assert found_stats == pytest.approx({**stats, "count": 3})
-    assert not any(p.grad is not None for p in ref.parameters())
+    assert_equal(gradient(task.expected_loss(name, count, own), task.policy), -exact, 1e-9)
 
 
-# What their functions compute
+# The loss of any batch is a mean over tokens of terms: here they are once more, row by row.
 
 
-def test_the_responses_to_a_prompt_are_compared_with_each_other():
-    rewards, std = f64([1.0, 2.0, 6.0, 5.0, 5.0, 5.0]), math.sqrt(14 / 2)
-    assert_equal(rloo.leave_one_out(rewards, 3), f64([1 - 4, 2 - 3.5, 6 - 1.5, 0, 0, 0]))
-    assert_equal(grpo.group_advantages(rewards, 3), f64([-2 / std, -1 / std, 3 / std, 0, 0, 0]))
-    assert_equal(grpo.group_advantages(rewards, 3, no_std=True), f64([-2, -1, 3, 0, 0, 0]))
-    assert best_of_n.best_rows(rewards, 3).tolist() == [False, False, True, True, False, False]
+def clipped(ratio, A, c):
+    return -torch.min(ratio * A, ratio.clamp(1 - c.clip_eps, 1 + c.clip_eps) * A)
 
 
-def test_one_action_has_one_value_and_is_whitened_over_the_responses():
-    task, rows = Task(), [2, 3, 9, 13, 0]
-    batch = part(task.rollout(), rows)
-    found = sequence_advantages(batch, replace(task.config, whiten=True), 0.3)
-    first = batch["mask"].int().argmax(1, keepdim=True)
-    values = batch["old_values"].gather(1, first)
-    returns = (task.scores - 0.3 * task.kl().detach())[rows][:, None]
-    advantages = returns - values
-    whitened = (advantages - advantages.mean()) / advantages.std(correction=0)
-    expected = {"old_values": values, "returns": returns, "advantages": advantages}
-    for name, x in (expected | {"whitened": whitened}).items():
-        assert_equal(found[name], x * batch["mask"])
+def errors(x, returns, c):
+    near = x.old_values + (x.value - x.old_values).clamp(-c.value_clip, c.value_clip)
+    return c.vf_coef * 0.5 * torch.max((x.value - returns) ** 2, (near - returns) ** 2)
 
 
-def test_what_the_log_and_the_table_read_of_the_advantages():
-    task = Task()
-    batch = part(task.rollout(), [4, 9])
-    mask = batch["mask"]
-    rewards = minippo.compute_advantages(batch, task.config, 0.3)["rewards"]
-    to_go = rewards.flip(1).cumsum(1).flip(1) * mask
-    for credit, baseline in itertools.product(("total", "to_go"), (True, False)):
-        found = reinforced(credit, baseline)[0](batch, task.config, 0.3)
-        assert_equal(found["rewards"], rewards)
-        assert_equal(found["returns"], to_go)  # what the values learn, whatever the advantages are
-        returns = rewards.sum(1, keepdim=True) * mask if credit == "total" else to_go
-        assert_equal(found["advantages"], returns - baseline * batch["old_values"])
-    assert_equal(reinforce_advantages(batch, task.config, 0.3)["advantages"], to_go)
-    found = RLOO[0](batch, task.config, 0.3)
-    assert_equal(found["returns"], rewards.sum(1, keepdim=True) * mask)
-    whole = rewards.sum(1)
-    assert_equal(found["advantages"], f64([[1.0], [-1.0]]) * (whole[0] - whole[1]) * mask)
-    sign = (task.scores[4] - task.scores[9]).sign()
-    found = grpo.grpo_advantages(batch, task.config, 0.3, k=2)
-    assert_equal(found["advantages"], f64([[1.0], [-1.0]]) * math.sqrt(0.5) * sign * mask)
+def reinforce(x, c):
+    x.logged = {"rewards": x.reward, "returns": x.reward.flip(0).cumsum(0).flip(0)}
+    A = (x.reward.sum() if c.total else x.logged["returns"]) - c.baseline * x.old_values
+    extra = c.kl_loss_coef * 0.5 * (x.log_p - x.ref_logprobs) ** 2 - c.entropy_coef * x.entropy
+    return -x.ratio * A + c.baseline * errors(x, x.logged["returns"], c) + extra
 
 
-def test_the_penalty_is_doubled_or_halved_beyond_one_and_a_half_times_its_target():
-    for d, c in ((0.0, 1), (0.0066, 1), (0.007, 2), (0.0149, 2), (0.0151, 4), (9.0, 4)):
-        assert adapt_penalty(2.0, d, 0.01) == c
-    assert PenaltyLoss() == PenaltyLoss(1.0, 0.01)
-    assert adapt_penalty(0.015, 0.0, 0.01) == 0.01 and adapt_penalty(70.0, 9.0, 0.01) == 100
+def rloo(x, c):
+    others = [y.R for y in x.group if y is not x]
+    return clipped(x.ratio, x.R - sum(others) / len(others), c)
 
 
-def test_ptx_adds_the_loss_of_as_many_demonstrations_as_there_are_responses(monkeypatch):
-    task = Task()
-    rows = [([1, 0], [1, 2]), ([0], [0, 1, 2]), ([0, 1, 1], [2])]
-    monkeypatch.setattr(ppo_ptx, "read_demonstrations", lambda *folders: rows)
-    batch = part(task.rollout(), [0, 3, 9, 5, 1])
-    batch |= minippo.compute_advantages(batch, task.config, 0.3)
-    torch.manual_seed(7)
-    drawn = [rows[i] for i in torch.randint(3, (5,)).tolist()]
-    tokens, mask = pad_completions(drawn)
-    sft = -evaluate_actions(task.policy, tokens, mask)[0].sum() / mask.sum()
-    exact = minippo.ppo_loss(task.policy, batch, task.config)[0] + 0.7 * sft
-    torch.manual_seed(7)
-    loss, stats = ppo_ptx.ptx_loss(task.policy, batch, task.config, 0.7, "out", "data")
-    assert len(set(map(str, drawn))) == 3
-    assert stats["loss"] == pytest.approx(exact.item())
-    assert stats["sft_loss"] == pytest.approx(sft.item())
-    assert_equal(task.gradient(loss), task.gradient(exact))
+def grpo(x, c):
+    scores, q = torch.stack([y.scores for y in x.group]), (x.ref_logprobs - x.log_p).exp()
+    A = (x.scores - scores.mean()) / (scores.std().clamp(min=1e-4) if c.std else 1)
+    terms = clipped(x.ratio, A, c) + c.kl_coef * (q - 1 - q.log())
+    return terms * (x.weight if c.length else 1)
 
 
-def test_the_demonstrations_of_ptx_are_those_of_stage_1(models, tmp_path):
-    for split, word in (("train", "bees"), ("val", "eat")):
-        rows = [{"prompt": "Do", "completion": f" {word}"}]
-        write_rows(tmp_path / f"sft_{split}.jsonl", rows)
-    tokenizer = load_checkpoint(models / "sft.pt", ["sft"])[1]
-    (found,) = ppo_ptx.read_demonstrations(models, tmp_path)
-    ids = tokenizer.encode("Do"), [*tokenizer.encode(" bees"), tokenizer.eos]
-    assert tuple(map(list, found)) == ids
+def gspo(x, c):
+    n, A = len(x.ratio), x.R - x.old_values[0]
+    x.logged = {"returns": x.R.expand(n), "old_values": x.old_values[0].expand(n)}
+    if c.whiten:
+        all_A = torch.stack([y.R - y.old_values[0] for y in x.rows])
+        A = (A - all_A.mean()) / all_A.std(correction=0)
+    loss = clipped(x.ratio.prod() ** (1 / n if c.mean else 1), A, c)
+    return (loss + c.vf_coef * 0.5 * (x.value[0] - x.R) ** 2).expand(n) * x.weight
 
 
-@pytest.mark.parametrize("size", [0, 1])
-def test_the_penalty_follows_the_last_minibatch_in_pieces_too(size):
-    task, loss = Task(), PenaltyLoss(3.0)
-    batch = task.rollout()
-    batch |= loss.adapt_and_compute_advantages(batch, task.config, 0.3)
-    loss_of = loss_in_pieces(loss, size)
-    for minibatch in (part(batch, [0, 1, 2]), part(batch, [3, 7, 9, 10])):
-        task.policy.zero_grad()
-        loss_of(task.policy, minibatch, task.config)[0].backward()
-        stir(task.policy, 0.05)
-    task.policy.zero_grad()
-    _, stats = loss_of(task.policy, minibatch, task.config)
-    d = stats["approx_kl"]
-    assert stats["penalty"] == 3 and d > 1e-4
-    kept = loss.state_dict()
-    for target, c in ((d / 1.6, 6.0), (d / 1.4, 3.0), (d * 1.4, 3.0), (d * 1.6, 1.5)):
-        other = PenaltyLoss(target=target)
-        other.load_state_dict(kept)
-        other.adapt_and_compute_advantages(batch, task.config, 0.3)
-        assert other.c == c
+def ppo_penalty(x, c):
+    kl = x.ratio - 1 - x.ratio.log()
+    return -x.ratio * x.credit + c.penalty * kl + errors(x, x.returns, c)
+
+
+def best_of_n(x, c):
+    best = [max(y.group, key=lambda z: z.R) for y in x.rows[::3]]
+    share = sum(len(y.ratio) for y in x.rows) / sum(len(y.ratio) for y in best)
+    return -x.log_p * share * any(x is y for y in best)
+
+
+PLAIN = [
+    (reinforce, {}),
+    (reinforce, {"total": True, "baseline": True}),
+    (reinforce, {"baseline": True}),
+    (rloo, {"k": 3}),
+    (grpo, {"k": 3}),
+    (grpo, {"k": 3, "std": False, "length": False}),
+    (gspo, {}),
+    (gspo, {"mean": False, "whiten": False}),
+    (ppo_penalty, {"penalty": 1.7}),
+    (best_of_n, {"k": 3}),
+]
+
+
+def read_rows(policy, batch, c):
+    """Six responses, three to a prompt, and their numbers; credit and returns are PPO's."""
+    now = evaluate_actions(policy, batch["tokens"], batch["mask"], c.temperature, True)
+    numbers = batch | minippo.compute_advantages(batch, c) | {"tokens": batch["mask"]}
+    numbers |= dict(zip(("log_p", "value", "entropy"), now))
+    rows = []
+    for i, mask in enumerate(batch["mask"]):
+        x = SimpleNamespace(**{n: y[i][mask] if y.dim() > 1 else y[i] for n, y in numbers.items()})
+        kl = x.old_logprobs - x.ref_logprobs
+        x.R, x.ratio = x.scores - c.kl_coef * kl.sum(), (x.log_p - x.old_logprobs).exp()
+        x.reward = torch.cat([-c.kl_coef * kl[:-1], x.scores - c.kl_coef * kl[-1:]])
+        x.weight, x.rows = batch["mask"].sum() / 6 / mask.sum(), rows
+        rows.append(x)
+    for i, x in enumerate(rows):
+        x.group = rows[i // 3 * 3 :][:3]
+    return rows
+
+
+@pytest.mark.parametrize("seed", [5, 6, 10])
+@pytest.mark.parametrize("terms, own", PLAIN)
+def test_the_loss_is_the_mean_of_these_terms_however_it_is_cut_and_padded(terms, own, seed):
+    batch, policy, algorithm = random_batch(seed), tiny_gpt(), load_algorithm(terms.__name__)
+    batch["scores"][:3] *= seed != 5  # equal ones
+    settings = {"kl_coef": 0.3, "temperature": 0.7, "vf_coef": 0.5, "value_clip": 0.1, "lam": 0.8}
+    settings |= {"clip_eps": 0.15, "gamma": 0.9, "entropy_coef": 0.2, "kl_loss_coef": 0.1} | own
+    config = algorithm.Settings(**settings)  # some are not read
+    rows = read_rows(policy, batch, config)
+    exact = torch.cat([terms(x, config) for x in rows]).mean()
+    for some in (batch, padded_otherwise(batch, 2, 1, 1e9)):
+        some |= algorithm.compute_advantages(some, config)
+        loss, stats = algorithm.loss(policy, some, config)
+        assert_equal(loss, exact, 1e-6)
+        assert_equal(gradient(loss, policy), gradient(exact, policy), 1e-6)
+        assert stats["loss"] == loss.item()
+        pieces = [part(some, rows) for rows in torch.arange(6).split(4)]
+        cut = sum(tokens(x) * algorithm.loss(policy, x, config)[0] for x in pieces)
+        assert_equal(cut / tokens(some), exact, 1e-6)
+        for i, x in enumerate(rows):
+            for title, numbers in getattr(x, "logged", {}).items():
+                assert_equal(some[title][i][some["mask"][i]], numbers)
+
+
+# Flags
+
+
+NO_CRITIC = "gamma lam vf_coef value_clip separate_critic head_lr whiten entropy_coef kl_loss_coef"
+STEADY = "algorithm kl_target kl_horizon ref_update_every"
+NOT_TRL = "policy reward dtype micro_batch grad_checkpoint resume tensorboard"
+FLAGS_OF = {  # their own with default and range; those that they do not read
+    "reinforce": ("total=False baseline=False", "gamma lam clip_eps whiten"),
+    "rloo": ("k=4[2, inf]", NO_CRITIC),
+    "grpo": ("k=4[2, inf] std=True length=True", NO_CRITIC),
+    "gspo": ("mean=True", "gamma lam value_clip entropy_coef kl_loss_coef"),
+    "ppo_penalty": ("penalty=1.0[0, inf]", "clip_eps entropy_coef kl_loss_coef"),
+    "ppo_ptx": ("ptx_coef=0.02[0, inf] demonstrations=data/zoo sft=out/sft.pt", ""),
+    "best_of_n": ("k=4[2, inf]", f"{NO_CRITIC} clip_eps"),
+    "dpo": (
+        "kl_coef=0.1[1e-6, 1e6] ipo=False samples=32[1, inf]",
+        f"{NO_CRITIC} {STEADY} clip_eps epochs",
+    ),
+    "outgrow": ("k=4[2, inf] std=True length=True", f"{NO_CRITIC} {STEADY} {NOT_TRL}"),
+}
+ALGORITHMS = [*FLAGS_OF][:-2]
+
+
+@pytest.mark.parametrize("name", FLAGS_OF)
+def test_their_own_flags_and_those_that_are_refused(name):
+    script = ["train_ppo.py", "--algorithm", name]
+    script = script if name in ALGORITHMS else [f"variations/{name}.py"]
+    settings = importlib.import_module(f"variations.{name}").Settings
+    shared, own, unread = {x.name for x in fields(PPOConfig)}, [], FLAGS_OF[name][1].split()
+    for field in fields(settings):
+        if field.name not in shared or field.name in settings.__annotations__:
+            interval = re.findall(r"\[.*", explanations(settings)[field.name][0])
+            own.append(f"{field.name}={field.default}{''.join(interval)}")
+    assert " ".join(own) == FLAGS_OF[name][0]
+    status, printed, _ = run(*script, "-h")
+    flags = {x.name for config in (PPOConfig, StageConfig, RunConfig) for x in fields(config)}
+    shown = {x for x in flags if f"  --{x} " in printed or f"  --no_{x} " in printed}
+    assert (flags - shown, status) == ({*unread}, 0) and f"(out/{name})" in printed
+    for flag in unread:
+        assert run(*script, f"--{flag}=1")[0] == 2
 
 
 # As programs
 
 
-def small_models(folder, seed=0):
-    """sft.pt and rm.pt with random weights -> the models and their tokenizer."""
-    torch.manual_seed(seed)
-    tokenizer = Tokenizer.train([*zoo.PROMPTS, " A bee eats nectar."] * 2, 300)
-    sft = GPT(GPTConfig(tokenizer.vocab_size, 40, 1, heads=2, channels=16))
-    scorer = stir(RewardModel(sft), 0.1)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_checkpoint(folder / "sft.pt", "sft", sft, tokenizer, val_loss=3.0, val_loss_se=0.1)
-    save_checkpoint(folder / "rm.pt", "rm", scorer, tokenizer)
-    return sft.eval(), scorer.eval(), tokenizer
-
-
-def write_rows(path, rows):
-    path.write_text("\n".join(map(json.dumps, rows)))  # no line break ends the file
-
-
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """-> a folder with sft.pt and rm.pt, and data/."""
-    folder = tmp_path_factory.mktemp("models")
-    small_models(folder)
-    (folder / "data").mkdir()
-    prompts = list(zoo.PROMPTS)[:20]
-    pairs = [zoo.label(random.Random(i), x, " No idea.", f" {x}") for i, x in enumerate(prompts)]
-    for split in ("train", "val"):
-        write_rows(folder / "data" / f"pref_{split}.jsonl", pairs)
-        write_rows(folder / "data" / f"prompts_{split}.jsonl", [{"prompt": x} for x in prompts])
-    write_rows(folder / "sft.jsonl", [{"step": 1, "loss": 7.25, "seconds": 1}])
-    return folder
+def made(tmp_path_factory):
+    """-> a folder named out, with data/, sft.pt and rm.pt."""
+    folder = tmp_path_factory.mktemp("made") / "out"
+    write_data(folder / "data")
+    return write_models(folder)
 
 
-CPU = ["--device", "cpu", "--max_new_tokens", 6]
-PPO = [*CPU, "--steps", 2, "--batch_size", 8, "--minibatches", 2, "--warmup", 0, "--lr", 0.01]
-CRITIC = {"gamma", "lam", "vf_coef", "value_clip", "critic_lr", "head_lr", "separate_critic"}
-GROUPS, TERMS = CRITIC | {"no_whiten", "group_size"}, {"entropy_coef", "kl_loss_coef"}
-FIXED_BETA = {"kl_target", "kl_horizon"}
-PENALTY = ["--penalty 3", "--target 1"]
-UNREAD = {  # flags of train_ppo.py without effect
-    "reinforce": CRITIC | {"no_whiten", "clip_eps"},
-    "rloo": GROUPS,
-    "grpo": GROUPS | TERMS | FIXED_BETA,
-    "sequence_ppo": {"gamma", "lam"} | TERMS,
-    "ppo_penalty": {"clip_eps"} | TERMS,
-    "ppo_ptx": set(),
-    "best_of_n": GROUPS | TERMS | {"clip_eps"},
-    "dpo": GROUPS | TERMS | FIXED_BETA | {"clip_eps", "ref_update_every"},
-}
-ALGORITHMS = {  # name, flags, other settings, what is in the log
-    "reinforce": ("REINFORCE", [], ["--credit total", "--baseline"], []),
-    "rloo": ("RLOO", ["--k", 2], ["--k 4"], []),
-    "grpo": ("GRPO", ["--k", 2], ["--no_std", "--no_length", "--k 4"], []),
-    "sequence_ppo": ("sequence PPO", [], ["--mean"], ["value_loss"]),
-    "ppo_penalty": ("PPO penalty", ["--target", 1e-9], PENALTY, ["penalty", "value_loss"]),
-    "ppo_ptx": ("PPO ptx", [], ["--ptx_coef 0.5"], ["value_loss", "sft_loss"]),
-    "best_of_n": ("best of n", ["--n", 2], ["--n 4"], []),
-    "dpo": ("DPO", ["--samples", 3], ["--ipo", "--samples 4"], ["accuracy", "margin"]),
-}
+@pytest.fixture
+def reported(monkeypatch):
+    found = []
+    monkeypatch.setattr("plumbing.report.make_report", lambda *x: found.extend(x))
+    monkeypatch.setattr("plumbing.report.print_report", lambda _: None)
+    return found
 
 
-def start(script, models, out, *flags):
-    algorithm_flags = ALGORITHMS[script][1] if script in ALGORITHMS else []
-    folders = ["--data", models / "data", "--models", models, "--out", out]
-    return run(f"variations/{script}.py", *folders, *PPO, *algorithm_flags, *flags)
+def load_sft(made):
+    return load_checkpoint(made / "sft.pt", ["sft"])
 
 
-@pytest.mark.parametrize("script", ALGORITHMS)
-def test_they_run_as_train_ppo_does_up_to_the_report(models, tmp_path, monkeypatch, script):
-    monkeypatch.setattr("plumbing.report.OPTIMUM_SAMPLES", 64)
-    name, flags, others, columns = ALGORITHMS[script]
-    status, printed, error = start(script, models, tmp_path, "--report_prompts", 2)
-    assert (status, error) == (0, "") and f"how much of the way {name} has come" in printed
-    assert json.loads((tmp_path / "report.json").read_text())["algorithm"] == name
-    first, second = metrics(tmp_path / "ppo.jsonl")
-    assert first.keys() >= {"score", "kl", "entropy", "loss", "grad_norm", "lr", *columns}
-    assert abs(first["kl"]) < 1e-3 and abs(second["kl"]) > 1e-5
-    assert (first["lr"], second["lr"]) == pytest.approx((0.01, 0.005))
-    assert "7.25" in (tmp_path / "report.html").read_text(encoding="utf-8")  # of stage 1
-    policy, _, _ = load_checkpoint(tmp_path / "ppo.pt", ["ppo"])
-    sft, _, _ = load_checkpoint(models / "sft.pt", ["sft"])
-    assert (weights(policy.trunk) - weights(sft.trunk)).norm() > 1e-3
-    assert bool(policy.value_head.weight.any()) == ("value_loss" in columns)
-    contents = read_contents(tmp_path / "ppo_state.pt", ["state"])
-    settings, optimizer = contents["settings"], contents["optimizer"]
-    assert optimizer["param_groups"][0]["eps"] == 1e-4
-    assert settings["group_size"] == (flags[1] if {"--k", "--n"} & set(flags) else 1)
-    # It does not go on with other settings, nor as another algorithm.
-    for other in map(str.split, others):
-        status, _, error = start(script, models, tmp_path, "--resume", *other)
-        assert status == 2 and re.search(f"saved with (.*, )?{other[0][2:]} = ", error), error
-    ppo_flags = ["--data", models / "data", "--models", models, "--out", tmp_path, *PPO]
-    status, _, error = run("train_ppo.py", *ppo_flags, "--resume")
-    assert status == 2 and "was saved" in error
+def texts(made, name):
+    return load_rows(made / "data" / f"{name}.jsonl", name.split("_")[0])
 
 
-@pytest.mark.parametrize("script", ALGORITHMS)
-def test_flags_without_effect_are_refused_and_help_shows_the_others(script):
-    flags, unread = ALGORITHMS[script][1], UNREAD[script]
-    names = {field.name for settings in (PPOConfig, StageConfig) for field in fields(settings)}
-    for flag in names - {"whiten"} | {"no_whiten"}:
-        status, printed, error = run(f"variations/{script}.py", "-h", f"--{flag}=1")
-        assert (status == 2 and "no effect" in error) == (flag in unread), flag
-    status, printed, _ = run(f"variations/{script}.py", "-h")
-    assert status == 0 and all(f"  {flag} " in printed for flag in flags[::2])
-    assert f"(out/{script})" in printed and "--steps" in printed
-    assert re.search(r"rm\.pt[^()]*\(out\)", " ".join(printed.split()))  # --models
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_they_run_and_write_to_a_folder_of_their_own(made, name):
+    more = ["--demonstrations", "out/data"] if name == "ppo_ptx" else []
+    flags = [*FLAGS["ppo"], "--data", "out/data", "--algorithm", name, *more]
+    assert run(str(ROOT / "train_ppo.py"), *flags, root=made.parent)[::2] == (0, "")
+    rows = metrics(made / name / "ppo.jsonl")  # all numbers are finite
+    assert len(rows) == 3 and abs(rows[0]["kl"]) < 1e-3 < abs(rows[2]["kl"])
+    networks = load_sft(made)[0], load_checkpoint(made / name / "ppo.pt", ["ppo"])[0]
+    same = torch.equal(*(weights(x.value_head) for x in networks))
+    assert same == ("vf_coef" in FLAGS_OF[name][1] or name == "reinforce")
 
 
-@pytest.mark.parametrize(
-    "script, flags, says",
-    [
-        ("rloo", ["--k", 3], "should be a multiple of 3"),
-        ("rloo", ["--k", 1], "--k 1: should be between 2"),
-        ("best_of_n", ["--n", 3], "should be a multiple of 3"),
-        ("grpo", ["--k", 3], "should be a multiple of 3"),
-        ("grpo", ["--k", 1], "--k 1: should be between 2"),
-        ("reinforce", ["--credit", "both"], "should be total or to_go"),
-        ("reinforce", ["--baseline", "--lam", 0.5], "no effect"),
-        ("dpo", ["--kl_coef", 0], "--kl_coef 0"),
-        ("dpo", ["--minibatches", 9], "more than --batch_size 8"),
-    ],
-)
-def test_settings_that_make_no_sense_are_refused(models, tmp_path, script, flags, says):
-    folders = ["--models", models, "--out", tmp_path]
-    status, _, error = run(f"variations/{script}.py", *folders, *PPO[6:10], *flags)
-    assert status == 2 and says in error and error.count("\n") == 1
+def test_ptx_adds_the_loss_of_as_many_demonstrations(made):
+    (policy, tokenizer, _), algorithm = load_sft(made), load_algorithm("ppo_ptx")
+    rows = read_ids(made / "data", "sft", "train", tokenizer, 48)
+    data, sft = str(made / "data"), str(made / "sft.pt")
+    config = algorithm.Settings(ptx_coef=0.7, demonstrations=data, sft=sft)
+    batch = minippo.rollout(policy, policy, lambda x, _: x[:, -1], [[1, 2], [3]] * 3, config)
+    batch |= algorithm.compute_advantages(batch, config)
+    torch.manual_seed(7)
+    sft, _ = sft_loss(policy, [rows[i] for i in torch.randint(20, (6,)).tolist()])
+    exact = minippo.ppo_loss(policy, batch, config)[0] + 0.7 * sft
+    torch.manual_seed(7)
+    loss, stats = algorithm.loss(policy, batch, config)
+    assert_equal(gradient(loss, policy), gradient(exact, policy), 1e-6)
+    assert (stats["loss"], stats["sft_loss"]) == (exact.item(), sft.item())
 
 
-def test_the_flags_of_reinforce_change_what_is_done(models, tmp_path):
-    logs = []
-    for i, flags in enumerate(([], ["--credit", "total"], ["--baseline", "--vf_coef", 1])):
-        assert start("reinforce", models, tmp_path / str(i), "--no_report", *flags)[0] == 0
-        logs.append(metrics(tmp_path / str(i) / "ppo.jsonl")[-1])
-    assert logs[0] != logs[1] and abs(logs[0]["explained_variance"]) < 1e-6
-    assert abs(logs[2]["explained_variance"]) > 1e-3
+@pytest.mark.parametrize("ipo", [False, True])
+def test_dpo_is_these_steps_even_if_interrupted(made, tmp_path, monkeypatch, reported, ipo):
+    flags = ["--models", made, "--out", tmp_path, *PPO, *["--ipo"] * ipo, "--samples", 2]
+    flags += "--lr 0.01 --kl_coef 0.4 --micro_batch 3 --temperature 0.8 --batch_size 9".split()
+    flags += "--seed 5 --max_grad_norm 0.5 --data".split()
+    steps = []
 
-
-@pytest.mark.parametrize("script", ["ppo_penalty", "dpo"])
-def test_an_interrupted_run_goes_on_where_it_stopped(models, tmp_path, script):
-    flags, update, calls = ["--no_report", "--steps", 3], minippo.ppo_update, []
-
-    def press_ctrl_c(*arguments):
-        calls.append(arguments)
-        if len(calls) == 2:
+    def press_ctrl_c(*arguments, step=minippo.gradient_step):
+        steps.append(arguments)
+        if len(steps) == 3:
             signal.raise_signal(signal.SIGINT)
-        return update(*arguments)
+        return step(*arguments)
 
-    assert start(script, models, tmp_path / "whole", *flags)[0] == 0
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(minippo, "ppo_update", press_ctrl_c)
-        status, _, error = start(script, models, tmp_path / "stopped", *flags)
-    assert status == 130 and "step 2 is saved" in error
-    assert start(script, models, tmp_path / "stopped", *flags, "--resume")[0] == 0
-    whole, stopped = (metrics(tmp_path / out / "ppo.jsonl") for out in ("whole", "stopped"))
-    assert whole == stopped
-    assert same_weights(tmp_path / "whole" / "ppo.pt", tmp_path / "stopped" / "ppo.pt")
-    if script == "ppo_penalty":
-        assert [row["penalty"] for row in whole] == [1.0, 2.0, 4.0]
+    monkeypatch.setattr(minippo, "gradient_step", press_ctrl_c)
+    assert "step 2 is saved" in run("variations/dpo.py", *flags, made / "data")[2]
+    assert run("variations/dpo.py", *flags, made / "data", "--resume")[::2] == (0, "")
 
+    (policy, tokenizer, _), (ref, *_) = load_sft(made), load_sft(made)
+    rows = read_ids(made / "data", "pref", "train", tokenizer, 48)
+    settings = {"betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW(policy.parameters(), **settings)
 
-def test_dpo_prefers_what_is_chosen_in_the_data(models, tmp_path):
-    flags = "--no_report", "--steps", 12, "--kl_coef", 1
-    assert start("dpo", models, tmp_path, *flags)[0] == 0
-    policy, tokenizer, _ = load_checkpoint(tmp_path / "ppo.pt", ["ppo"])
-    sft, _, _ = load_checkpoint(models / "sft.pt", ["sft"])
-    pairs = read_ids(models / "data", "pref", "train", tokenizer, 40)
-    tokens, mask = pad_completions([(prompt, x) for prompt, *pair in pairs for x in pair])
-    after, before = (evaluate_actions(x, tokens, mask)[0].sum(1) for x in (policy, sft))
-    chosen, rejected = (after - before).view(-1, 2).unbind(1)
-    assert (chosen > rejected).float().mean() > 0.9
+    def log_ratio(answers):
+        ids, mask = pad_completions(answers)
+        now, then = (evaluate_actions(x, ids, mask, 0.8)[0] for x in (policy, ref))
+        return (now - then).sum(1)
 
-
-def test_the_flags_of_dpo_reach_what_they_are_for(models, tmp_path, monkeypatch):
-    rows, read_states = [], fast.read_states
-
-    def watched(trunk, tokens, *rest):
-        rows.append(len(tokens))
-        return read_states(trunk, tokens, *rest)
-
-    def dpo_run(name, *flags):
-        assert start("dpo", models, tmp_path / name, "--no_report", *flags)[0] == 0
-        return metrics(tmp_path / name / "ppo.jsonl")
-
-    monkeypatch.setattr(fast, "read_states", watched)
-    first = dpo_run("a", "--warmup", 1, "--steps", 3, "--micro_batch", 2)
-    assert [row["lr"] for row in first] == pytest.approx([0.005, 0.01, 0.005])
-    assert max(rows) == 4  # two pairs; the responses of the log are three
-    seeds, batch_of = [], training.batch_of
-    with monkeypatch.context() as patch:
-        patch.setattr(training, "batch_of", lambda *x: seeds.append(x[-1]) or batch_of(*x))
-        dpo_run("b", "--seed", 5)
-    assert seeds == [5] * 4  # prompts and pairs of two iterations
-    trained = tmp_path / "a" / "ppo.pt"
-    for flag, starts_there in (("--policy", True), ("--reference", False)):
-        dpo_run(flag, flag, trained, "--lr", 0)
-        assert same_weights(trained, tmp_path / flag / "ppo.pt") == starts_there
+    for step, (lr, row) in enumerate(zip((0.005, 0.01, 0.005), metrics(tmp_path / "ppo.jsonl"))):
+        optimizer.param_groups[0]["lr"] = lr
+        batch = batch_of(rows, step, 9, 5)
+        for some in (batch[:5], batch[5:]):
+            h = log_ratio([x[:2] for x in some]) - log_ratio([x[::2] for x in some])
+            loss = ((h - 1.25) ** 2 if ipo else F.softplus(-0.4 * h)).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 0.5)
+            optimizer.step()
+        exact = {"loss": loss.item(), "margin": h.mean().item(), "grad_norm": norm.item()}
+        exact |= {"accuracy": (h > 0).float().mean().item(), "lr": lr, "kl_coef": 0.4}
+        assert {x: row[x] for x in exact} == pytest.approx(exact, rel=1e-3, abs=1e-5)
+        assert row["eos_rate"] in (0.0, 0.5, 1.0)  # two samples
+    trained = load_models(made, "cpu", policy=tmp_path / "ppo.pt").policy
+    assert_equal(weights(trained), weights(policy), 1e-4)
+    assert (tmp_path / ".lock").exists()
+    found = [[tokenizer.decode(ids) for ids in prompts] for prompts in reported[1:3]]
+    assert found == [[x for x, *_ in texts(made, y)] for y in ("pref_train", "prompts_val")]
+    assert reported[5].algorithm == ("ipo" if ipo else "dpo")
+    write_rows(tmp_path / "data", pref_train=texts(made, "pref_train")[1:])
+    assert "with data = " in run("variations/dpo.py", *flags, tmp_path / "data", "--resume")[2]
 
 
-def test_dpo_does_not_go_on_with_other_pairs_or_models(models, tmp_path):
-    here = shutil.copytree(models, tmp_path / "models")
-    assert start("dpo", here, tmp_path / "out", "--no_report")[0] == 0
-    path = here / "data" / "pref_train.jsonl"
-    pairs = path.read_text()
-    path.write_text(pairs.replace("No idea", "No", 1))
-    for says in ("data or vocabulary have changed", "has been made again"):
-        status, _, error = start("dpo", here, tmp_path / "out", "--no_report", "--resume")
-        assert status == 2 and says in error
-        path.write_text(pairs)
-        model, tokenizer, facts = load_checkpoint(here / "sft.pt", ["sft"])
-        save_checkpoint(here / "sft.pt", "sft", model, tokenizer, **facts | {"val_loss": 2.5})
-
-
-def test_groups_have_four_responses_unless_told_otherwise():
-    assert rloo.RLOOConfig().k == grpo.GRPOConfig().k == best_of_n.BestConfig().n == 4
-
-
-# Around the algorithm
-
-
-@pytest.fixture
-def started(monkeypatch):
-    """Scripts that a variation starts run in this process, on little -> what was started."""
-    flags = {
-        "train_ppo.py": [*PPO, "--no_report"],
-        "train_rm.py": [*CPU, "--epochs", 1, "--batch_size", 16, "--answers", 16],
-    }
-    calls = []
-
-    def run_here(script, *words):
-        calls.append((script.name, dict(zip(words, words[1:])), words))
-        status, _, error = run(str(script), *words, *flags[script.name])
-        assert status == 0, error
-
-    for module in (ensemble, iterate, variations):
-        monkeypatch.setattr(module, "run_python", run_here, raising=False)
-    return calls
-
-
-def test_dpo_has_seen_the_prompts_of_its_pairs(models, tmp_path, monkeypatch):
-    seen = []
-
-    def report(models, trained_on, prompts, *rest):
-        seen.extend([trained_on, prompts])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("plumbing.report.make_report", report)
-    data = shutil.copytree(models / "data", tmp_path / "data")
-    write_rows(data / "prompts_train.jsonl", [{"prompt": "What does a bee eat?"}])  # for the log
-    write_rows(data / "prompts_val.jsonl", [{"prompt": "Why?"}])
-    folders = ["--data", data, "--models", models, "--out", tmp_path / "out"]
-    assert run("variations/dpo.py", *folders, *PPO, "--report_prompts", 2)[0] == 130
-    tokenizer = load_checkpoint(models / "sft.pt", ["sft"])[1]
-    rows = load_jsonl(models / "data" / "pref_train.jsonl", ["prompt"])
-    assert seen == [[tokenizer.encode(prompt) for (prompt,) in rows], [tokenizer.encode("Why?")]]
-
-
-def test_an_ensemble_scores_by_the_mean_or_the_lowest_of_its_members(models, tmp_path, monkeypatch):
-    rows = [("What does a bee eat?", " A bee eats nectar."), ("What?", ""), ("Do", " bees" * 40)]
+def test_an_ensemble_scores_by_the_mean_or_the_lowest_of_its_members(made, tmp_path, monkeypatch):
+    ids, mask, *_ = generate(load_sft(made)[0], [[1, 2], [3, 4, 5]] * 4, 8)
+    model, tokenizer, facts = load_checkpoint(made / "rm.pt", ["rm"])
+    monkeypatch.setenv("ENSEMBLE", str(tmp_path))
+    with pytest.raises(UserError, match="made from one sft.pt"):
+        ensemble.mean(ids, mask)
     expected = []
-    monkeypatch.setenv("ENSEMBLE", str(tmp_path / "nowhere"))
-    with pytest.raises(UserError, match="python -m variations.ensemble makes them"):
-        ensemble.mean(*zip(*rows))
-    monkeypatch.setenv("ENSEMBLE", str(tmp_path / "ensemble"))
-    for seed in (1, 2, 3):
-        _, scorer, tokenizer = small_models(tmp_path / "ensemble" / str(seed), seed)
-        ids = [tokenizer.encode(a) + tokenizer.encode(b) + [tokenizer.eos] for a, b in rows]
-        ids = [row[: scorer.config.context] for row in ids]
-        expected.append(scorer(*pad(ids)).detach())
+    for i in (1, 2, 3):
+        stir(model, 0.1)
+        save_checkpoint(tmp_path / f"{i}" / "rm.pt", "rm", model, tokenizer, **facts)
+        expected.append(model(ids, row_lengths(mask)).detach())
     expected = torch.stack(expected)
-    assert ensemble.mean(*zip(*rows)) == pytest.approx(expected.mean(0).tolist(), abs=1e-5)
-    assert ensemble.minimum(*zip(*rows)) == pytest.approx(expected.amin(0).tolist(), abs=1e-5)
-    folders = ["--data", models / "data", "--models", models, "--out", tmp_path / "out"]
-    flags = [*folders, *PPO, "--no_report", "--reward", "variations.ensemble:minimum"]
-    assert run("train_ppo.py", *flags)[0] == 0
+    assert len({*expected.argmin(0).tolist()}) > 1
+    state = torch.get_rng_state()
+    assert_equal(ensemble.mean(ids, mask), expected.mean(0), 1e-6)
+    assert_equal(ensemble.minimum(ids, mask), expected.min(0).values, 1e-6)
+    assert torch.equal(torch.get_rng_state(), state)
+    flags = "--models", made, "--reward", "variations.ensemble:minimum"
+    assert stage("ppo", made / "data", tmp_path / "out", *flags)[::2] == (0, "")
+    ensemble.members.cache_clear()
+    save_checkpoint(tmp_path / "2" / "rm.pt", "rm", model, tokenizer, sft="another")
+    with pytest.raises(UserError, match="made from one sft.pt"):
+        ensemble.mean(ids, mask)
 
 
-def test_the_members_of_an_ensemble_have_seeds_of_their_own(models, tmp_path, started):
-    flags = ["--data", models / "data", "--models", models, "--out", tmp_path, "--members", 2]
-    assert run("variations/ensemble.py", *flags)[0] == 0
-    assert [(call["--seed"], call["--data"]) for _, call, _ in started] == [
-        (seed, str(models / "data")) for seed in (1, 2)
-    ]
-    assert all("--resume" in words for *_, words in started)
-    assert not same_weights(tmp_path / "1" / "rm.pt", tmp_path / "2" / "rm.pt")
-    assert run("variations/ensemble.py", *flags)[0] == 0 and len(started) == 2  # they stay
-    (tmp_path / "1" / "sft.pt").write_bytes(b"of another run")
-    status, _, error = run("variations/ensemble.py", *flags)
-    assert status == 2 and "has been made again" in error and f"remove {tmp_path / '1'}" in error
-    status, _, error = run("variations/ensemble.py", *flags, "--models", tmp_path)
-    assert status == 2 and "train_sft.py or data/convert.py makes it" in error
+def label(rng, prompt, a, b):
+    return {"prompt": prompt, "chosen": f"{a}|{rng.random()}", "rejected": b}
 
 
-def test_a_script_that_fails_ends_the_variation_that_started_it():
-    variations.run_python("-c", "pass")
-    with pytest.raises(UserError, match="-c ended with status 3"):
-        variations.run_python("-c", "import sys; sys.exit(int(sys.argv[1]))", 3)
+def test_iterated_labels_are_of_both_models(made, tmp_path):
+    data, first = made / "data", tmp_path / "1"
+    assert stage("ppo", data, first, "--temperature=0.8", "--lr=0.1", "--models", made)[0] == 0
+    flags = "--models", made, "--data", data, "--out", first, "--seed", 3, *CPU
+    flags += "--pairs", 300, "--label", "test_variations:label"
+    assert run("variations/iterate.py", *flags)[::2] == (0, "")
+    defaults = "data/zoo", "out", "out/1", "auto", "data.zoo:label", 8000, 0
+    assert astuple(iterate.IterateConfig()) == defaults
+    loaded, rng = load_models(made, "cpu", policy=first / "ppo.pt"), random.Random(3)
+    asked, answers = rng.choices([x for (x,) in texts(made, "prompts_train")], k=300), []
+    ids = [loaded.tokenizer.encode(x) for x in asked]
+    torch.manual_seed(3)
+    for model in (loaded.policy, loaded.ref):
+        batches = [generate(model, x, 8, 0.8)[:2] for x in (ids[:256], ids[256:])]
+        answers.append([text for x in batches for text in texts_of(loaded.tokenizer, *x)[1]])
+    new = [label(rng, x, a, b) for x, a, b in zip(asked, *answers) if a != b]
+    pairs = texts(made, "pref_train") + [tuple(row.values()) for row in new]
+    assert texts(first, "pref_train") == pairs and len(new) < 300
+    for name in ("sft.pt", "data/pref_val.jsonl", "data/prompts_train.jsonl"):
+        assert (first / name).read_bytes() == (made / name).read_bytes()
+    # The next round
+    assert stage("rm", first / "data", first, "--steps", 1)[0] == 0
+    assert stage("ppo", data, tmp_path / "2", "--models", first)[0] == 0
 
 
-def test_iterated_rounds_add_labelled_pairs_and_train_the_reward_model_on_all(
-    models, tmp_path, started, monkeypatch
-):
-    flags = ["--data", models / "data", "--models", models, "--out", tmp_path]
-    flags += ["--rounds", 3, "--pairs", 12, "--seed", 5, "--ppo", "--kl_coef 0.7"]
-    assert run("variations/iterate.py", *flags)[0] == 0
-    first, second, third = (tmp_path / str(i) for i in (1, 2, 3))
-    expected = [
-        ("train_ppo.py", first, models / "data", models),
-        ("train_rm.py", first, first / "data", None),
-        ("train_ppo.py", second, models / "data", first),
-        ("train_rm.py", second, second / "data", None),
-        ("train_ppo.py", third, models / "data", second),
-    ]
-    for (script, given, words), (name, out, data, folder) in zip(started, expected, strict=True):
-        assert (script, given["--out"], str(given["--data"])) == (name, out, str(data))
-        assert str(given.get("--models")) == str(folder) and "--resume" in words
-        assert given["--seed"] == 5 and given.get("--kl_coef") == ("0.7" if folder else None)
-        longest = given.get("--max_new_tokens")  # the scale of the scores is that of PPO
-        assert longest == (None if folder else dict(zip(PPO[::2], PPO[1::2]))["--max_new_tokens"])
-    folders = [models / "data", first / "data", second / "data"]
-    keys = ["prompt", "chosen", "rejected"]
-    rows = [load_jsonl(folder / "pref_train.jsonl", keys) for folder in folders]
-    assert rows[1][:20] == rows[0] and rows[2][: len(rows[1])] == rows[1]
-    assert 20 < len(rows[1]) < len(rows[2]) <= 44
-    new, newer = rows[1][20:], rows[2][len(rows[1]) :]
-    assert [prompt for prompt, *_ in new] != [prompt for prompt, *_ in newer]
-    assert len({prompt for prompt, *_ in new}) > 3 and not (third / "data").exists()
-    # Stopped while the pairs of the second round are sampled, and while they are written.
-    shutil.rmtree(second / "data")
-    monkeypatch.setattr(iterate, "new_pairs", lambda *_: pytest.fail("sampled"))
-    monkeypatch.setattr("sys.argv", ["iterate.py", *map(str, flags)])
-    with pytest.raises(pytest.fail.Exception, match="sampled"):
-        iterate.main()
-    assert (first / "data").exists() and not (second / "data").exists()
-    with open(second / "half_written" / "pref_train.jsonl", "a") as file:
-        file.write('{"prompt": "ha')
-    assert run("variations/iterate.py", *flags)[0] == 0
-    assert load_jsonl(second / "data" / "pref_train.jsonl", keys) == rows[2]
-    iterate.main()  # all pairs are there: none is sampled
+TRL = """per_device_train_batch_size=4 steps_per_generation=2 num_iterations=2 max_steps=12
+warmup_steps=4 learning_rate=0.03 adam_epsilon=0.02 adam_beta2=0.95 max_grad_norm=0.7 seed=6
+num_generations=4 temperature=0.8 max_completion_length=8 beta=0.2 epsilon=0.3 logging_steps=4
+scale_rewards=none loss_type=grpo use_bias_correction_kl=False disable_dropout=True bf16=False
+gradient_checkpointing=False use_cpu=True"""
 
 
-def test_prompts_that_the_judge_does_not_know_are_refused_before_anything_runs(
-    models, tmp_path, started
-):
-    write_rows(
-        tmp_path / "prompts_train.jsonl", [{"prompt": sorted(zoo.PROMPTS)[0]}, {"prompt": "Hi"}]
-    )
-    flags = ["--data", tmp_path, "--models", models, "--out", tmp_path / "out"]
-    status, _, error = run("variations/iterate.py", *flags)
-    assert status == 2 and error.count("\n") == 1 and "'Hi'" in error and not started
-
-
-def test_a_new_pair_is_an_answer_of_the_policy_and_one_of_the_sft_model(
-    models, tmp_path, monkeypatch
-):
-    settings = {"max_new_tokens": 7, "temperature": 0.8}
-    torch.save({"kind": "state", "settings": settings}, tmp_path / "ppo_state.pt")
-    for seed, kind in enumerate(("sft", "ppo")):
-        model, _, tokenizer = small_models(tmp_path / "any", seed)
-        save_checkpoint(tmp_path / f"{kind}.pt", kind, model, tokenizer)
-    sft = weights(load_checkpoint(tmp_path / "sft.pt", ["sft"])[0])
-    asked = []
-
-    def respond(model, ref, score, prompts, n, tokenizer, config):
-        assert model is ref and n == 1 and (config.max_new_tokens, config.temperature) == (7, 0.8)
-        assert score(torch.ones(2, 4), torch.ones(2, 3)).tolist() == [0, 0]
-        assert torch.initial_seed() == 3
-        asked.append([tokenizer.decode(prompt) for prompt in prompts])
-        name = "sft" if torch.equal(weights(model), sft) else "ppo"
-        return None, [f"{name} {i}" if i % 3 else "the same" for i in range(len(prompts))]
-
-    monkeypatch.setattr(iterate, "respond", respond)
-    monkeypatch.setattr(iterate, "label", lambda rng, prompt, a, b: (prompt, a, b))
-    rows = iterate.new_pairs(tmp_path, prompts := [*zoo.PROMPTS][:20], 12, 3)
-    assert asked[0] == asked[1] and set(asked[0]) <= set(prompts)
-    assert rows == [(asked[0][i], f"ppo {i}", f"sft {i}") for i in range(12) if i % 3]
-
-
-# Under TRL
-
-
-@pytest.fixture
-def outgrow():
-    pytest.importorskip("trl")
-    from variations import outgrow
-
-    return outgrow
-
-
-def test_trl_is_asked_for_where_it_is_missing(outgrow, models, tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    status, _, error = run("variations/outgrow.py", "--models", models, "--out", tmp_path)
-    assert status == 2 and "pip install trl" in error
-
-
-def test_trl_gets_the_options_that_mean_what_ours_do(outgrow, tmp_path, monkeypatch):
-    made, calls = [], []
-
-    class Trainer:
-        def __init__(self, *arguments):
-            made[:] = arguments
-
-        def __getattr__(self, name):
-            return lambda *x: calls.append((name, *x))
-
-    monkeypatch.setattr("trl.GRPOTrainer", Trainer)
-    _, scorer, tokenizer = small_models(tmp_path)
-    outgrow.export(tmp_path / "rm.pt", tmp_path / "rm")
-    config = PPOConfig(minibatches=4, epochs=2, kl_coef=0.2, clip_eps=0.3, max_grad_norm=0.7)
-    config = replace(config, temperature=0.8, max_new_tokens=9, missing_eos_penalty=0.5)
-    stage = StageConfig(steps=7, batch_size=32, lr=0.03, warmup=3, adam_eps=0.02)
-    prompts = [tokenizer.encode("Do bees"), tokenizer.encode("eat")]
-
-    def train(processes=1, **flags):
-        settings = RunConfig(out=tmp_path, device="cpu", seed=6), config, stage
-        outgrow.train_grpo(*settings, grpo.GRPOConfig(**flags), prompts, tokenizer, processes)
-
-    train(2, k=8)
-    model, score, arguments, rows = made
-    expected = {
-        **{"per_device_train_batch_size": 4, "steps_per_generation": 4, "num_iterations": 2},
-        **{"max_steps": 56, "warmup_steps": 24, "learning_rate": 0.03, "adam_epsilon": 0.02},
-        **{"num_generations": 8, "beta": 0.2, "epsilon": 0.3, "max_grad_norm": 0.7, "seed": 6},
-        **{"temperature": 0.8, "top_k": 0, "top_p": 1.0, "max_completion_length": 9},
-        **{"scale_rewards": "group", "loss_type": "grpo", "use_bias_correction_kl": False},
-        **{"disable_dropout": True, "bf16": False, "use_cpu": True, "adam_beta2": 0.95},
-        **{"lr_scheduler_type": "linear", "weight_decay": 0.0, "output_dir": str(tmp_path)},
-        **{"gradient_checkpointing": False, "logging_steps": 8, "save_strategy": "no"},
-    }
-    assert {name: getattr(arguments, name) for name in expected} == expected
-    assert model == str(tmp_path / "sft") and rows["prompt"] == ["Do bees", "eat"]
-    assert calls == [("train",), ("save_model", tmp_path / "policy"), ("save_state",)]
-    ids = [tokenizer.encode(text) for text in (" bees", " A bee eats nectar.")]
-    full = [tokenizer.encode("Do") + response + [tokenizer.eos] for response in ids]
-    expected = scorer(*pad(full)).tolist()
-    texts = {"prompts": ["Do", "Do"], "completions": [" bees", " A bee eats nectar."]}
-    found = score(**texts, completion_ids=[ids[0] + [tokenizer.eos], ids[1]], other=1)
-    assert found == pytest.approx([expected[0], expected[1] - 0.5], abs=1e-4)
-    train(k=8, no_std=True, no_length=True)
-    assert (made[2].scale_rewards, made[2].loss_type) == ("none", "dapo")
-    for k, processes in ((3, 1), (8, 3), (8, 16)):  # no whole groups, or no whole shares
-        with pytest.raises(UserError, match="--batch_size 32: should be a multiple of"):
-            train(processes, k=k)
-
-
-def test_what_trl_has_trained_is_graded_by_our_report(outgrow, models, tmp_path, monkeypatch):
-    folders = ["--data", models / "data", "--models", models, "--out", tmp_path]
-    flags = [*folders, *PPO, "--k", 2, "--report_prompts", 2]
-    status, printed, error = run("variations/outgrow.py", *flags)
-    assert status == 0 and "how much of the way TRL's GRPO has come" in printed, error
-    policy, _, _ = load_checkpoint(tmp_path / "ppo.pt", ["ppo"])
-    sft, _, _ = load_checkpoint(models / "sft.pt", ["sft"])
-    assert 1e-3 < (weights(policy.trunk) - weights(sft.trunk)).norm() < 10
-    log = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
-    assert [row["step"] for row in log if "reward" in row] == [2, 4]
-    for more, says in ((["--reference", "x.pt"], "no effect"), ([], "ppo.pt: is there")):
-        status, _, error = run("variations/outgrow.py", *flags, *more)
-        assert status == 2 and says in error
-    (tmp_path / "report.json").unlink()
-    assert run("variations/outgrow.py", *flags[:-2], "--overwrite", "--no_report")[0] == 0
-    assert not (tmp_path / "report.json").exists()
-    data, asked = shutil.copytree(models / "data", tmp_path / "data"), []
-    write_rows(data / "prompts_val.jsonl", [{"prompt": "Why?"}])
-    monkeypatch.setattr("plumbing.report.make_report", lambda *x: asked.extend(x) or sys.exit(9))
-    folders = ["--data", data, "--models", models, "--out", tmp_path / "again"]
-    assert run("variations/outgrow.py", *folders, *flags[6:])[0] == 9
-    tokenizer = load_checkpoint(models / "sft.pt", ["sft"])[1]
-    assert len(asked[1]) == 20 and asked[2] == [tokenizer.encode("Why?")]
-
-
-def test_flags_that_trl_does_not_read_are_refused(outgrow):
-    flags = "ref_update_every policy reference reward length_penalty dtype micro_batch"
-    for flag in f"{flags} grad_checkpoint resume save_every tensorboard clip_eps".split():
-        status, _, error = run("variations/outgrow.py", "-h", f"--{flag}=1")
-        assert (status == 2 and "no effect" in error) == (flag != "clip_eps"), flag
+def test_what_trl_trains_with_means_what_ours_does(made, tmp_path, monkeypatch, reported):
+    trl = (importlib.import_module if os.environ.get("NO_SKIP") else pytest.importorskip)("trl")
+    trainers, trainer = [], trl.GRPOTrainer
+    monkeypatch.setattr(trl, "GRPOTrainer", lambda *x: trainers.append(x) or trainer(*x))
+    flags = ["--data", made / "data", "--models", made, "--out", tmp_path, *PPO]
+    flags += "--epochs 2 --k 4 --kl_coef 0.2 --clip_eps 0.3 --max_grad_norm 0.7 --lr 0.03".split()
+    flags += "--temperature 0.8 --missing_eos_penalty 0.5 --adam_eps 0.02 --seed 6 --no_std".split()
+    assert run("variations/outgrow.py", *flags)[0] == 0
+    model, reward, arguments, rows = trainers[0]
+    found = [f"{x}={getattr(arguments, x)}" for x in re.findall(r"(\w+)=", TRL)]
+    assert found == TRL.split()
+    assert (model, arguments.output_dir) == (str(tmp_path / "sft"), str(tmp_path))
+    assert not [*tmp_path.glob("checkpoint*")] and (tmp_path / "trainer_state.json").exists()
+    models, prompts, *_ = reported
+    found = [[models.tokenizer.decode(ids) for ids in x] for x in reported[1:3]]
+    assert found == [[x for (x,) in texts(made, f"prompts_{y}")] for y in ("train", "val")]
+    assert rows["prompt"] == found[0] and reported[5].algorithm == "grpo_of_trl"
+    answers = [5, models.tokenizer.eos], [5, 6, 7]
+    scores = models.score(*pad_completions([*zip(prompts, answers)])) - torch.tensor([0.0, 0.5])
+    found = reward(found[0][:2], completion_ids=answers, more=0)
+    assert found == pytest.approx(scores.tolist())
+    trained = load_models(made, "cpu", policy=tmp_path / "ppo.pt").policy
+    assert_equal(weights(trained), weights(models.policy))
+    assert 0.01 < (weights(trained.trunk) - weights(models.ref.trunk)).norm() < 10
+    assert "is not empty" in run("variations/outgrow.py", *flags)[2]
+    for wrong in (6, 12):
+        flags += ["--overwrite", "--minibatches", wrong - 4, "--batch_size", wrong]
+        assert "no multiple" in run("variations/outgrow.py", *flags)[2]
+    monkeypatch.setitem(sys.modules, "trl", None)
+    assert "pip install trl" in run("variations/outgrow.py", *flags)[2]

@@ -1,0 +1,60 @@
+"""tests/EXERCISES.md: its expressions choose tests, its loop runs, and the repaired loop learns."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import minippo
+from minippo import GPT, GPTConfig, RewardModel
+
+TESTS = Path(__file__).parent
+TEXT = (TESTS / "EXERCISES.md").read_text(encoding="utf-8")
+REPAIRS = {
+    "temperature=0.7": "temperature=1.0",
+    "everywhere)": "row_lengths(mask))",
+    "torch.where(mask, scores[:, None] - beta * kl, 0.0)": "kl_adjusted_rewards("
+    "scores, old_logprobs, ref_logprobs, mask, beta)",
+    "(advantages - advantages.mean()) / advantages.std()": "whiten(advantages, mask)",
+    "(logprobs - ref_logprobs).exp()": "(logprobs - old_logprobs).exp()",
+    "torch.max": "torch.min",
+}
+
+
+def test_the_expressions_choose_tests_of_the_function():
+    source = (TESTS / "test_minippo.py").read_text(encoding="utf-8")
+    bodies = dict(re.findall(r"(?m)^def (test_\w+)(\((?:.|\n)*?)(?=^@|^def |\Z)", source))
+    rows = re.findall(r"(?m)^\| `(\w+)` \| `(.+)` \|$", TEXT)
+    assert len(rows) == 12
+    for function, expression in rows:
+        chosen = [[name for name in bodies if x in name] for x in expression.split(" or ")]
+        assert all(chosen) and any(function in bodies[x] for x in sum(chosen, [])), function
+
+
+def test_the_tests_and_the_bugs_that_it_names_are_there():
+    files = [*TESTS.glob("test_*.py"), TESTS / "mutants" / "bugs.txt"]
+    source = "".join(path.read_text(encoding="utf-8") for path in files)
+    names = re.findall(r"`(test_\w+)`", TEXT) + re.findall(r'the bug "([^"]+)"', TEXT)
+    assert len(names) == 15 and not [name for name in names if name not in source]
+
+
+@pytest.mark.parametrize("repaired", [False, True])
+def test_the_loop_runs_and_repaired_its_first_ratio_is_1_and_its_passes_have_gradients(repaired):
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    for fault, repair in REPAIRS.items() if repaired else ():
+        assert code.count(fault) == 1
+        code = code.replace(fault, repair)
+    torch.manual_seed(0)
+    sft_model = GPT(GPTConfig(27, context=60, layers=1, channels=16, heads=2))
+    names = vars(minippo) | {"config": sft_model.config, "sft_model": sft_model, "ratios": []}
+    names |= {"reward_model": RewardModel(sft_model), "batches": [[[1], [2, 3]]], "beta": 0.1}
+    setup, loop = code.split("for prompts in", 1)
+    exec(setup, names)
+    names["optimizer"] = torch.optim.AdamW(names["policy"].parameters(), 1e-3)
+    exec("for prompts in" + loop + "        ratios.append(ratio[mask].detach())", names)
+    first, *others = names["ratios"]
+    assert torch.isfinite(names["policy_term"]) and len(others) == 3
+    if repaired:
+        torch.testing.assert_close(first, torch.ones_like(first))
+        assert all(not torch.equal(a, b) for a, b in zip(names["ratios"], others))
