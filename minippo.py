@@ -49,8 +49,8 @@ last action counts as 0. (Two settings, gamma and lam, are 1 here.)
     delta        .      0.15   0.22   0.18   .              reward + next value - value
     advantage    .      0.55   0.40   0.18   .              sum of this delta and all later ones
     return       .      1.35   1.40   1.38   .              rewards from here on; advantage + value
-    credit       .      1.14   0.15  -1.29   .              the advantages, shifted and scaled to
-                                                            mean 0, variance 1: *whitened*
+    credit       .      1.14   0.15  -1.29   .              the advantages of the batch, shifted and
+                                                            scaled to mean 0, variance 1: *whitened*
 
 Phase 4 makes actions with a credit above 0 more probable, and the others less. (<eos> turned out
 better than expected, but by less than the others.) Its numbers follow where the loss is explained.
@@ -197,8 +197,8 @@ class RewardModel(nn.Module):
 
     Made from a GPT, it starts with a copy of that trunk. After its training train_rm.py sets `mean`
     and `std`, so that the SFT model's own answers have mean 0 and standard deviation 1, and beta
-    means the same for any reward model. And it sets `cap`, where scores end: so high, the model may
-    well be wrong, and a policy should gain nothing there (Fu et al., arXiv:2502.18770).
+    means the same for any reward model. And it sets `cap`, the highest score that is given: above
+    it the model is often wrong, so a policy should gain nothing there (arXiv:2502.18770).
     """
 
     def __init__(self, config_or_gpt):
@@ -248,7 +248,7 @@ def row_lengths(mask):
     ValueError if a response is empty: it has no action, so its score could be paid nowhere."""
     if not mask.any(1).all():
         raise ValueError("a response is empty: it needs a token, if only the end token")
-    return (mask * torch.arange(mask.shape[1], device=mask.device)).argmax(1) + 2
+    return (mask * torch.arange(mask.shape[1], device=mask.device)).amax(1) + 2
 
 
 def masked_mean(x, mask):
@@ -264,9 +264,8 @@ def at_least_float32(x):
 
 def gather_logprobs(logits, targets, temperature=1.0):
     """log softmax(logits / temperature) at the targets, in nats: (..., V), (...) -> (...)."""
-    flat = at_least_float32(logits.reshape(-1, logits.shape[-1])) / temperature
-    nats = torch.nn.functional.cross_entropy(flat, targets.flatten(), reduction="none")
-    return -nats.view(targets.shape)  # cross-entropy is -log softmax at the target
+    log_p = torch.log_softmax(at_least_float32(logits) / temperature, -1)
+    return log_p.gather(-1, targets[..., None]).squeeze(-1)
 
 
 def evaluate_actions(policy, tokens, mask, temperature=1.0, with_entropy=False):
@@ -317,8 +316,9 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
     prompts: B lists of 1 to context - 1 ids (else ValueError). -> tokens (B, T), and (B, T-1) each:
     mask, logprobs (in nats) and values of the sampled tokens.
 
-    First the columns that all prompts have are read, then all rows go on together, column by
-    column: a longer prompt has its own token there, a response gets the one that is drawn.
+    First the columns that all prompts have are read, then the rows go on together, column by
+    column: a longer prompt has its own token there, a response gets the one that is drawn. Rows
+    that have ended drop out.
     """
     context, device = policy.config.context, policy.lm_head.weight.device
     if not all(0 < len(prompt) < context for prompt in prompts):
@@ -327,15 +327,19 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
     tokens = torch.tensor([ids + [0] * (T - len(ids)) for ids in prompts], device=device)
     prompt_lengths = torch.tensor([len(ids) for ids in prompts], device=device)
     limits = (prompt_lengths + max_new_tokens).clamp(max=context)
-    lengths, ended = prompt_lengths.clone(), torch.zeros_like(prompt_lengths, dtype=torch.bool)
+    lengths, rows = prompt_lengths.clone(), torch.arange(len(prompts), device=device)
     cache, begin, t = [[] for _ in policy.trunk.blocks], 0, int(prompt_lengths.min())
-    while not ended.all():  # read the columns from begin to t - 1, and draw a token for column t
-        hidden = policy.trunk(tokens[:, begin:t], cache=cache)[:, -1]  # (B, C)
-        token = draw(policy.lm_head(hidden) / temperature)  # (B,)
-        responding = (prompt_lengths <= t) & ~ended
-        tokens[:, t] = torch.where(responding, token, tokens[:, t])
-        lengths += responding
-        ended |= responding & ((token == policy.config.eos) | (lengths == limits))
+    while len(rows):  # read the columns from begin to t - 1, and draw a token for column t
+        hidden = policy.trunk(tokens[rows, begin:t], cache=cache)[:, -1]  # (rows, C)
+        token = draw(policy.lm_head(hidden) / temperature)  # (rows,)
+        responding = prompt_lengths[rows] <= t
+        tokens[rows, t] = torch.where(responding, token, tokens[rows, t])
+        lengths[rows] += responding
+        ended = responding & ((token == policy.config.eos) | (lengths[rows] == limits[rows]))
+        if ended.any():
+            rows = rows[~ended]
+            for kept in cache:
+                kept[:] = [x[~ended] for x in kept]
         begin, t = t, t + 1
     T = int(lengths.max())
     tokens, mask = tokens[:, :T], response_mask(prompt_lengths, lengths, T)
@@ -377,7 +381,8 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #                   = E[ grad log p(y) score(y) ]               (the log-derivative trick)
 #
 # This is the *policy gradient*, a mean over samples again. So sample responses, and make each one
-# more probable, or less, in proportion to its score. (*Exploration*: one learns what one tries.)
+# more probable, or less, in proportion to its score. (The policy learns only from what it tries:
+# hence *exploration*.)
 #
 # The KL is simply more reward. J has score - beta * (log p - log ref) in place of the score, which
 # depends on the policy itself. The product rule gives one more term:
@@ -388,7 +393,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #
 # log p(y) is the sum of log pi over the *trajectory* or *episode*, the states and actions of y. (In
 # a game, p(y) has factors for what the *environment* does. Here it only appends the token.) So the
-# KL falls apart into a reward for each token, -beta * (log pi - log ref), and the score is one more
+# KL splits into a reward for each token, -beta * (log pi - log ref), and the score is one more
 # reward, with the last token. The sum of all multiplies each grad log pi. But which token deserves
 # how much? That is *credit assignment*. Three changes lead from here to PPO:
 #
@@ -405,8 +410,8 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #    it, the sampler is called the *old* policy, and the next steps are *off-policy*. The *ratio*
 #    pi / old corrects for that, choice by choice (*importance sampling*): E_old[ratio * A] =
 #    sum_a old(a) (pi(a) / old(a)) A(a) = E_pi[A]. (The states are still those that old reached.)
-#    Its gradient is ratio * A * grad log pi: where an update begins, at ratio 1, that from above.
-#    Far from 1, a few large ratios dominate. So PPO clips the ratio.
+#    Its gradient is ratio * A * grad log pi. An update begins at ratio 1, and there this is the
+#    policy gradient. Far from 1, a few large ratios dominate. So PPO clips the ratio.
 #
 # Do not confuse two policies: the old one sampled this batch, a few gradient steps ago. The
 # reference is the SFT model, frozen. The ratio compares pi with old; the KL, pi with ref. The clip
@@ -423,8 +428,10 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #     k2 = d^2 / 2             on average its gradient is the KL's      loss, if kl_loss_coef > 0
 #     k3 = exp(-d) - 1 + d     on average the KL, and never below 0     metric
 #
-# In a loss k1 would teach nothing, because E[grad log pi] = 0; a reward is a plain number. In k3,
-# exp(-d) = ref / pi, whose mean over pi is sum ref = 1: so exp(-d) - 1 adds 0 on average.
+# In a loss, the gradient of k1 is grad log pi, whose mean is 0: it would teach nothing. That of k2
+# is d * grad log pi, whose mean is the gradient of the KL. In a reward, d is a plain number that
+# multiplies grad log pi, which comes to the same. In k3, exp(-d) = ref / pi, whose mean over pi is
+# sum ref = 1: so exp(-d) - 1 adds 0 on average.
 
 
 def kl_per_response(logprobs, ref_logprobs, mask):
@@ -463,11 +470,11 @@ def gae(rewards, values, mask, gamma, lam):
     lam = 1, the default, gives the sampled return less the value (*Monte Carlo*): right on average,
     and noisy. lam = 0 gives delta alone, which takes the next value on trust (*bootstrap*): steady,
     and as wrong as the values are. Between them, A is a weighted mean of advantages that sample n =
-    1, 2, 3, ... rewards before they trust a value, with weights (1 - lam) lam^(n - 1); the last one
-    takes the rest. 1 is best where responses are short: there is little noise, and the values are
-    learned only as it goes. gamma below 1 discounts a reward for each token that it lies ahead.
-    That is for tasks without an end; for text 1 is usual. No reward follows the last action, so the
-    value after it counts as 0, also where the length limit cut the response off.
+    1, 2, 3, ... rewards before they trust a value, with weights (1 - lam) lam^(n - 1); the longest
+    one gets the remaining weight. 1 is best where responses are short: there is little noise, and
+    the values are still being learned. gamma below 1 discounts a reward for each token that it lies
+    ahead. That is for tasks without an end; for text 1 is usual. No reward follows the last action,
+    so the value after it counts as 0, also where the length limit cut the response off.
     """
     check_mask(mask, rewards, values)
     rewards, values = torch.where(mask, rewards, 0.0), torch.where(mask, values, 0.0)
@@ -482,7 +489,8 @@ def gae(rewards, values, mask, gamma, lam):
 
 
 def whiten(x, mask):
-    """Shift and scale x, (B, T-1), to mean 0 and standard deviation 1 over the mask; 0 elsewhere.
+    """Shift and scale x, (B, T-1), to mean 0 and standard deviation 1 over the mask, all response
+    tokens of the batch; 0 elsewhere.
 
     So the policy's step does not depend on the scale of the rewards: scores, beta and values times
     10 give the same credit. The shift is one more baseline. Returns are never whitened: the values
@@ -495,13 +503,13 @@ def whiten(x, mask):
 
 # The clip. For each token PPO maximises the smaller one of ratio * A and clipped ratio * A. The
 # clipped ratio cannot leave the range from 1 - eps to 1 + eps; A is now the whitened advantage, the
-# credit. The response of the header, after a gradient step, with eps 0.2:
+# credit. The response of the header, after a gradient step, with eps 0.2, rounded at the end:
 #
 #     log pi now    -0.25  -1.10  -0.40     of the same actions
 #     ratio          1.28   1.11   0.74     pi now / pi: exp(log pi now - log pi)
 #     clipped        1.20   1.11   0.80
 #     ratio * A      1.46   0.17  -0.96
-#     clipped * A    1.37   0.17  -1.04     loss: minus the mean of the smaller ones
+#     clipped * A    1.37   0.17  -1.04     loss: minus the mean of the smaller ones, -0.17
 #     gradient       0      0.17   0        times grad log pi
 #
 # Where the clipped product is the smaller one, there is no gradient, because a clipped ratio is a
@@ -515,9 +523,9 @@ def whiten(x, mask):
 #     A > 0       ratio * A * grad log pi    ratio * A * grad log pi    0
 #     A < 0       0                          ratio * A * grad log pi    ratio * A * grad log pi
 #
-# So nothing is gained by leaving the range on the side that A asks for. But one step can jump past
-# it. The derivation has a sum over the tokens of a response, and the loss a mean over all tokens of
-# a step: with one response in a step, this divides its gradient by its length.
+# So nothing is gained by leaving the range on the side that A asks for. (But one step can jump over
+# its edge.) The derivation has a sum over the tokens of a response, the loss a mean over all tokens
+# of a step. With many responses that is about a constant factor; with few, long ones count less.
 
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
@@ -534,7 +542,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
     loss = -torch.min(unclipped, clipped).mean()
     return loss, {
         "policy_loss": loss.item(),
-        "approx_kl": (ratio - 1 - log_ratio).mean().item(),  # k3 of KL(old || pi)
+        "approx_kl": (ratio - 1 - log_ratio).mean().item(),  # k3 of KL(old || pi): d = -log_ratio
         "clip_frac": ((ratio - 1).abs() > clip_eps).float().mean().item(),
         "ratio_max": ratio.max().item(),
     }
@@ -543,8 +551,8 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
 def value_loss(values, old_values, returns, mask, clip):
     """Half the mean squared error of the values: (B, T-1) each -> scalar, stats.
 
-    Published code clips the values too, so that they do not follow one noisy batch too far: the
-    larger of the two errors counts, and a clipped value has no gradient.
+    Published code clips the values too, so that they do not follow one noisy batch too far. The
+    larger of the two errors counts; where that is the clipped one, there is no gradient.
     """
     check_mask(mask, values, old_values, returns)
     values, old_values, returns = values[mask], old_values.detach()[mask], returns.detach()[mask]
@@ -713,7 +721,7 @@ def trace(batch, row, spell):
 def table(columns):
     """{title: texts or numbers} -> lines of text, in columns of 10 letters."""
     rows = [columns, *zip(*columns.values())]
-    cells = [[x if isinstance(x, str) else f"{x:z.2f}" for x in row] for row in rows]
+    cells = [[x if isinstance(x, str) else f"{x:z.2f}" for x in row] for row in rows]  # no -0.00
     return ["".join(f"{cell:>10}" for cell in row) for row in cells]
 
 
@@ -727,7 +735,7 @@ def main():
 
     torch.manual_seed(0)
     iterations, lr, config = 100, 3e-3, PPOConfig(max_new_tokens=8)
-    policy = GPT(GPTConfig(len(letters), context=16, layers=2, channels=32)).eval()
+    policy = GPT(GPTConfig(len(letters), context=16, layers=2, channels=32)).eval()  # no dropout
     ref = frozen_copy(policy)
     optimizer = torch.optim.Adam(policy.parameters(), lr)
     for step in range(iterations):

@@ -20,7 +20,7 @@ from plumbing.models import load_algorithm, load_models
 from plumbing.packing import packed
 from plumbing.report import finish_run
 from plumbing.rows import batch_of, read_prompts
-from plumbing.state import State, settings_of
+from plumbing.state import State
 from plumbing.training import adamw, adapt_kl_coef, rollout_in_pieces, set_lr
 from plumbing.watch import Watch, check_settings, check_start
 
@@ -32,49 +32,43 @@ class StageConfig:
     batch_size: int = 128  # responses per iteration [1, inf]
     lr: float = 8e-4  # peak learning rate of AdamW; it falls linearly to 0 [0, inf]
     warmup: int = 5  # iterations in which the learning rate climbs to its peak [0, inf]
-    head_lr: float = 30.0  # multiple of --lr for the value head, which begins at 0 [0, inf]
-    adam_eps: float = 1e-4  # Adam's epsilon: gradients that are mere noise move less [1e-12, 1]
+    head_lr_factor: float = 30.0  # times --lr for the value head, which has far to go [0, inf]
+    adam_eps: float = 1e-4  # Adam's epsilon; weights of tiny, noisy gradients move less [1e-12, 1]
     kl_target: float = 3.0  # KL in nats that an adaptive beta steers to [1e-6, inf]
     kl_horizon: float = math.inf  # responses in which beta may change by 20 %; inf: never [1, inf]
     ref_update_every: int = 0  # iterations after which the policy replaces ref; 0: never [0, inf]
     separate_critic: bool = False  # a value network of its own, started from the reward model
-    models: str = ""  # folder of sft.pt and rm.pt; the same as --out unless it is given
+    models: str = ""  # folder of sft.pt and rm.pt; if it is empty, --out
     policy: str = ""  # checkpoint to start from, out/ppo.pt for a second round; sft.pt otherwise
     reward: str = ""  # module:function, (prompts, responses) -> scores, instead of the reward model
     no_report: bool = False  # end without measuring the result on the validation prompts
 
 
 def main():
+    # By default: PPOConfig, compute_advantages and ppo_loss of minippo.py
     algorithm = load_algorithm(name := peek("algorithm", "ppo"))
-    defaults = StageConfig() if name == "ppo" else StageConfig(models="out")
-    run, config, stage = read_flags(
-        __doc__,
-        RunConfig(out="out" if name == "ppo" else f"out/{name}"),
-        algorithm.Settings(),
-        defaults,
-        without=algorithm.UNREAD,
-    )
+    out, folder = ("out", "") if name == "ppo" else (f"out/{name}", "out")
+    defaults = RunConfig(out=out), algorithm.Settings(), StageConfig(models=folder)
+    run, config, stage = read_flags(__doc__, *defaults, without=algorithm.UNREAD)
     check_settings(config, stage)
     prepare(run)
 
     # Models, prompts, optimizer. score(tokens, mask) asks the reward model, or --reward.
     folder = stage.models or run.out
     models = load_models(folder, run.device, stage.policy, stage.reward, stage.separate_critic)
-    for network in filter(None, (models.policy, models.ref, models.reward_model)):
-        packed(network, run.dtype, run.grad_checkpoint)
-    policy, score = models.policy.eval(), models.score
-    ref = frozen_copy(models.ref) if stage.ref_update_every else models.ref
+    packed(models.networks(), run.dtype, run.grad_checkpoint)  # in place
+    policy, ref, score = models.policy.eval(), models.ref, models.score
+    if stage.ref_update_every:  # the report needs the SFT model too
+        ref = frozen_copy(ref)
     prompts = read_prompts(run.data, "train", models.tokenizer, policy.config.context)
     val_prompts = read_prompts(run.data, "val", models.tokenizer, policy.config.context)
-    optimizer = adamw(policy, stage.lr, head_lr=stage.head_lr, eps=stage.adam_eps)
+    optimizer = adamw(policy, stage.lr, head_lr_factor=stage.head_lr_factor, eps=stage.adam_eps)
     print(f"training on {run.device}: {len(prompts):,} prompts")
 
-    # What a run that was stopped needs to go on
-    settings = settings_of(run, config, stage, data=(prompts, models.tokenizer.tokens))
-    settings |= models.facts["made_from"]
-    parts = {"policy": policy, "optimizer": optimizer}
+    # How far the run has come
+    parts, data = {"policy": policy, "optimizer": optimizer}, (prompts, models.tokenizer.tokens)
     parts |= {"ref": ref} if stage.ref_update_every else {}  # else it is read from its file
-    state = State("ppo", run, settings, parts)
+    state = State("ppo", run, parts, data, config, stage, models.made_from)
     watch = Watch(state, models, config, stage)
     if state.step == 0:
         check_start(policy, ref, score, prompts, config, stage, run.dtype)
@@ -89,16 +83,13 @@ def main():
         batch |= algorithm.compute_advantages(batch, config)  # phase 3
         stats = ppo_update(policy, optimizer, batch, config, algorithm.loss)  # phase 4
         stats |= batch_metrics(batch, config) | {"lr": lr}
-        config.kl_coef = adapt_kl_coef(
-            config.kl_coef, stats["kl"], stage.kl_target, stage.batch_size, stage.kl_horizon
-        )
+        config.kl_coef = adapt_kl_coef(config.kl_coef, stats["kl"], stage)  # stays, by default
         if stage.ref_update_every and (step + 1) % stage.ref_update_every == 0:
-            ref.load_state_dict(policy.state_dict(), strict=False)  # less a separate critic
+            ref.load_state_dict(policy.state_dict(), strict=False)  # it has no separate critic
         watch.end_step(batch, stats)
 
-    sft = models.facts["made_from"]["sft.pt"]
+    sft = models.made_from["sft.pt"]
     save_checkpoint(run.out / "ppo.pt", "ppo", policy, models.tokenizer, sft=sft)
-    state.finish()
     print(f"saved {run.out / 'ppo.pt'}")
     finish_run(models, prompts, val_prompts, run, config, stage)
 

@@ -19,7 +19,7 @@ from plumbing.errors import run_script
 from plumbing.flags import RunConfig, prepare, read_flags
 from plumbing.packing import packed
 from plumbing.rows import batch_of, in_parts, pad, read_ids, read_prompts, spread_over
-from plumbing.state import State, settings_of
+from plumbing.state import State
 from plumbing.training import Fit, FitConfig, adamw, backward, set_lr
 from plumbing.watch import doubts_about
 
@@ -60,11 +60,11 @@ def main():
     config = config.for_rows(len(pairs))
     print(f"training a reward model on {run.device}: {len(pairs):,} pairs")
 
-    # What a run that was stopped needs to go on
-    data, made_from = (pairs, val_pairs, prompts, tokenizer.tokens), {"sft.pt": fingerprint(sft)}
-    settings = settings_of(run, config, answers, model.config, data=data) | made_from
-    state = State("rm", run, settings, {"model": model, "optimizer": optimizer})
-    fit = Fit(state, model, tokenizer, validate, val_pairs)
+    # How far the run has come; validation, and the best weights
+    parts, made_from = {"model": model, "optimizer": optimizer}, {"sft.pt": fingerprint(sft)}
+    data = pairs, val_pairs, prompts, tokenizer.tokens
+    state = State("rm", run, parts, data, config, answers, model.config, made_from)
+    fit = Fit(state, model, tokenizer, validate, val_pairs, config.micro_batch)
 
     # The loop
     for step in state.steps(config.steps):
@@ -88,7 +88,7 @@ def main():
 
 
 @torch.no_grad()
-def validate(model, pairs, size=64):
+def validate(model, pairs, size):
     """Mean loss and accuracy over the pairs, and the standard error of the latter."""
     model.eval()
     scores = [torch.stack(pair_scores(model, part)) for part in in_parts(pairs, size)]

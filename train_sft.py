@@ -19,7 +19,7 @@ from plumbing.errors import run_script
 from plumbing.flags import RunConfig, prepare, read_flags
 from plumbing.packing import packed
 from plumbing.rows import batch_of, encode_rows, pad_completions, read_ids
-from plumbing.state import State, settings_of
+from plumbing.state import State
 from plumbing.training import (
     Fit,
     FitConfig,
@@ -56,7 +56,7 @@ def main():
         GPTConfig(),
         FitConfig(lr=3e-3),
         InitConfig(),
-        without="separate_critic",
+        without=("separate_critic",),
     )
     prepare(run)
     if run.data == RunConfig().data and not run.data.exists():
@@ -75,10 +75,10 @@ def main():
     size = sum(p.numel() for p in model.parameters()) / 1e6
     print(f"training a GPT of {size:.2f} M parameters on {run.device}: {len(rows):,} rows")
 
-    # What a run that was stopped needs to go on: the same settings and data, and where it was
-    settings = settings_of(run, config, model.config, data=(rows, val_rows, tokenizer.tokens))
-    state = State("sft", run, settings, {"model": model, "optimizer": optimizer})
-    fit = Fit(state, model, tokenizer, validate, val_rows)
+    # How far the run has come (--resume goes on from there); validation, and the best weights
+    parts, data = {"model": model, "optimizer": optimizer}, (rows, val_rows, tokenizer.tokens)
+    state = State("sft", run, parts, data, config, model.config)
+    fit = Fit(state, model, tokenizer, validate, val_rows, config.micro_batch)
 
     # The loop
     for step in state.steps(config.steps):
@@ -97,9 +97,9 @@ def main():
 
 
 @torch.no_grad()
-def validate(model, rows):
+def validate(model, rows, size):
     """The loss, a mean over all tokens of the completions."""
-    nats = nats_of(model.eval(), rows)  # (rows,)
+    nats = nats_of(model.eval(), rows, size)  # (rows,)
     model.train()
     return {"val_loss": nats.sum().item() / completion_tokens(rows)}
 

@@ -18,13 +18,13 @@ from plumbing.flags import RunConfig, prepare, read_flags
 from plumbing.models import load_models
 from plumbing.rows import read_prompts
 
-RISKY = "--lr 6e-4 --vf_coef 0.5 --head_lr 1 --adam_eps 1e-8"
+RISKY = "--lr 6e-4 --vf_coef 0.5 --head_lr_factor 1 --adam_eps 1e-8"
 CURES = {
     "nothing": "",
     "the value loss weighs less": "--vf_coef 0.1",
-    "the value head learns faster": "--head_lr 30",
+    "the value head learns faster": "--head_lr_factor 30",
     "Adam's epsilon is larger": "--adam_eps 1e-4",
-    "all three, as by default": "--vf_coef 0.1 --head_lr 30 --adam_eps 1e-4",
+    "all three, as by default": "--vf_coef 0.1 --head_lr_factor 30 --adam_eps 1e-4",
     "a little SFT loss": "--algorithm ppo_ptx --ptx_coef 0.02",
 }
 

@@ -53,8 +53,7 @@ def estimates(policy, tokens, mask, advantages):
 
 
 def ladder(policy, ref, scores, tokens, mask, kl_coef):
-    """Every response to a prompt, with its score (B,) -> {rung: {"variance": ..., "bias": ...}};
-    the bias is how far E g is from that of the first rung, the gradient of J."""
+    """Every response to a prompt, with its score (B,) -> {rung: {"variance": E|g - E g|^2}}."""
     with torch.no_grad():
         logprobs, _, _ = evaluate_actions(policy, tokens, mask)
         ref_logprobs, _, _ = evaluate_actions(ref, tokens, mask)
@@ -68,13 +67,12 @@ def ladder(policy, ref, scores, tokens, mask, kl_coef):
         "less the value": gae(rewards, values, mask, 1.0, 1.0)[0],
         "GAE, lam = 0.95": gae(rewards, values, mask, 1.0, 0.95)[0],
     }
-    rungs, exact = {}, None
+    rungs = {}
     for rung, x in advantages.items():
         gradients = estimates(policy, tokens, mask, x)  # (B, P)
         mean = chances @ gradients
-        exact = mean if exact is None else exact
         variance = chances @ (gradients - mean).square().sum(1)
-        rungs[rung] = {"variance": variance.item(), "bias": (mean - exact).norm().item()}
+        rungs[rung] = {"variance": variance.item()}
     return rungs
 
 
@@ -98,7 +96,6 @@ def main():
     first = rungs["total return"]["variance"]
     for rung in rungs.values():
         rung |= {"share of the first": rung["variance"] / first, "made": source}
-        rung.pop("bias")
     keep({"ladder": rungs})
     print(tables(rounded({"ladder": rungs}))["ladder"])
 

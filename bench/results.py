@@ -163,7 +163,7 @@ class Lab:
         models = MODELS / (f"{seed} of few pairs" if FEW_PAIRS in name else str(seed))
         go_on = "--overwrite" if "TRL" in name else "--resume"  # TRL begins anew
         train = [*words.split(), "--models", models, "--out", out, "--no_report", go_on]
-        train += ["--sft", models / "sft.pt"] if "ptx" in words else []
+        train += ["--sft", models / "sft.pt", "--demonstrations", DATA] if "ptx" in words else []
         train += ["--steps", self.steps] if self.steps else []
         measure = ["train_ppo.py", "--models", models, "--out", out / "measured", "--overwrite"]
         measure += ["--policy", out / "ppo.pt", "--lr", 0, "--steps", 1]
@@ -211,7 +211,7 @@ def optima(folder, seed):
     """Score, judge and KL of the best policy at each beta, pi* ~ ref exp(score / beta), from the
     ruler's answers of the SFT model."""
     models = load_models(folder, "cpu")
-    packed(models.ref), packed(models.reward_model)
+    packed(models.networks())
     prompts = read_prompts(DATA, "val", models.tokenizer, models.ref.config.context)
     torch.manual_seed(seed)
     prompts = [prompts[i] for i in torch.randperm(len(prompts))[:PROMPTS]]

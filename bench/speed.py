@@ -1,12 +1,11 @@
 """How fast, and how much memory: always beside something else in the same run.
 
-    python -m bench.speed           all of it, some minutes; writes bench/results.json
-    python -m bench.speed small     one workload: small, medium, or default (make run comes first)
+    python -m bench.speed                     all of it, some minutes; writes bench/results.json
+    python -m bench.speed --workload small    one: small, medium, or default (make run comes first)
 
-Steps of the three stages are timed in turn with the same steps without plumbing/packing.py. The
-operations of an iteration of PPO, counted by hand, are compared with the speed of a large matrix
-product; and, where TRL is installed, the iteration with TRL's PPO, and sampling with the generate()
-of transformers. --device cuda computes on a GPU.
+Steps of the three stages are timed in turn with the same steps without plumbing/packing.py; and,
+where TRL is installed, an iteration of PPO with TRL's, and sampling with the generate() of
+transformers. --device cuda computes on a GPU.
 """
 
 import functools
@@ -17,19 +16,19 @@ import statistics
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
 import minippo
-from bench import parser
 from bench.tables import ROOT, keep, made, rounded, tables
 from bench.trl_ppo import make_trainer
 from minippo import GPT, GPTConfig, PPOConfig, RewardModel, frozen_copy, generate, gradient_step
 from plumbing.checkpoints import load_checkpoint, save_checkpoint
 from plumbing.errors import run_script
-from plumbing.flags import RunConfig, prepare
+from plumbing.flags import RunConfig, prepare, read_flags
 from plumbing.packing import packed
 from plumbing.rows import batch_of, read_ids, read_prompts
 from plumbing.tokenizer import Tokenizer
@@ -113,19 +112,7 @@ class Workload:
         batch |= minippo.compute_advantages(batch, self.config)
         minippo.ppo_update(self.policy, self.optimizer, batch, self.config)
         times.append(now())
-        self.responses = int(batch["mask"].sum())  # tokens
         return [end - begin for begin, end in itertools.pairwise(times)]
-
-    def operations(self):
-        """Additions and multiplications of the last iteration's matrix products; what no one needs,
-        padding, is not counted. Beginnings that rows share are counted in each row."""
-        c, B = self.policy.config, len(self.prompts)
-        read = sum(map(len, self.prompts)) + self.responses - B  # nobody reads the last token
-        blocks = c.layers * (12 * c.channels**2 + 2 * c.channels * read / B)  # for each token
-        trunk, head = 2 * blocks * read, 2 * c.channels * c.vocab_size * self.responses
-        # Sampling, the log-probabilities of what was sampled, reference; then the reward model
-        rollout = 3 * (trunk + head) + trunk
-        return rollout + 3 * self.config.epochs * (trunk + head)  # a backward pass counts two
 
 
 def made_up_tokenizer(tokens):
@@ -158,13 +145,6 @@ def ratio(rows):
     return statistics.median(row[0] / row[1] for row in rows)
 
 
-def rate(device):
-    """Operations a second of a large matrix product."""
-    size = 1024 if device == "cpu" else 8192
-    a, b = torch.randn(2, size, size, device=device)
-    return 2 * size**3 / statistics.median(row[0] for row in in_turn(lambda: a @ b))
-
-
 def measure(name, device):
     """{what: seconds, or how many times as long something else takes}"""
     work = Workload(SIZES[name], device)
@@ -179,8 +159,6 @@ def measure(name, device):
     }
     phases = [statistics.median(x) for x in zip(*(work.iteration() for _ in range(5)))]
     found |= {f"{phase}, s": x for phase, x in zip(("sampling", "scoring", "update"), phases)}
-    speed = work.operations() / sum(phases)
-    found["iteration, share of the speed of a large matrix product"] = speed / rate(device)
     return found | (beside_others(work) if importlib.util.find_spec("trl") else {})
 
 
@@ -241,11 +219,14 @@ def memory(size, device):
     return row
 
 
+@dataclass
+class SpeedConfig:
+    workload: str = ""  # small, medium or default; all if it is empty
+    device: str = "cpu"  # cpu or cuda
+
+
 def main():
-    flags = parser(__doc__)
-    flags.add_argument("workload", nargs="?", choices=SIZES)
-    flags.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    args = flags.parse_args()
+    (args,) = read_flags(__doc__, SpeedConfig())
     prepare(RunConfig(device=args.device, out=ROOT / "out" / "speed"))
     names = [args.workload] if args.workload else SIZES
     found, source = {name: measure(name, args.device) for name in names}, {"made": made()}

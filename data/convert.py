@@ -47,7 +47,7 @@ class Skip(Exception):
 
 def read_objects(path):
     """-> {place in the file: object}."""
-    text, is_table = read_text(path), path.suffix == ".csv"
+    text, is_table = read_text(path), path.suffix.lower() == ".csv"
     if not is_table and not text.lstrip().startswith("["):
         return {f"{path}, line {n}": row for n, row in parse_lines(path, text).items()}
     try:
@@ -141,7 +141,7 @@ def convert(path, keys, where_key="", ignored=()):
         values = [value_of(where, row, key) for key in keys.values()]
         unused |= {key for key in row.keys() - used if row[key] not in ("", None)}
         try:
-            if where_key and str(row.get(where_key)).lower() not in ("true", "1"):
+            if where_key and str(row.get(where_key)).lower() not in ("true", "1", "1.0"):
                 raise Skip(f"{where_key} is not true")
             made = make_row(values, "prompt" in keys)
             if made in rows:

@@ -23,9 +23,8 @@ SHARE = 0.05  # of the prompts are held out
 
 
 def held_out(prompts, share=SHARE):
-    """-> the set of those to validate on. A hash decides: the same in every file, in any order.
-
-    Where 0 < share < 1, one prompt at least is held out and one at least is not, if there are two.
+    """-> the set of those to validate on. A hash decides: the same in every file, in any order. (But
+    where 0 < share < 1, one prompt at least is held out and one at least is not, if there are two.)
     """
 
     def place(prompt):  # from 0 to 1

@@ -52,7 +52,6 @@ class RunConfig:
 
 
 @functools.cache  # reading the source takes a while
-@functools.cache  # reading the source takes a while
 def explanations(settings):
     """The comments behind the fields of a settings class -> {field: (text, lowest, highest)}."""
     texts = {}

@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import importlib
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -29,7 +28,11 @@ class Models:
     reward_model: RewardModel | None  # frozen; None where a function takes its place
     score: Callable  # (tokens, mask) -> (B,)
     tokenizer: Tokenizer
-    facts: dict  # what is known of the models: {"sft": figures, "rm": figures, "made_from": ...}
+    facts: dict  # figures of the models: {"sft": ..., "rm": ...}
+    made_from: dict  # {file: its fingerprint}
+
+    def networks(self):
+        return torch.nn.ModuleList(filter(None, (self.policy, self.ref, self.reward_model)))
 
 
 def load_models(folder, device, policy="", reward="", separate_critic=False):
@@ -43,23 +46,23 @@ def load_models(folder, device, policy="", reward="", separate_critic=False):
         hint = "train_sft.py makes it; --models names the folder if it is another one"
         raise UserError(f"{folder}/sft.pt: not found; {hint}")
     sft, tokenizer, sft_facts = load_checkpoint(folder / "sft.pt", ["sft"], device)
-    made_from = {"sft.pt": fingerprint(sft)}
-    facts = {"sft": sft_facts, "rm": {}, "made_from": made_from}
+    root = fingerprint(sft)
+    facts, made_from = {"sft": sft_facts, "rm": {}}, {"sft.pt": root}
 
-    def load_descendant(path, kinds):
+    def load_descendant(name, path, kinds):
         model, _, model_facts = load_checkpoint(path, kinds, device)
-        made_from[Path(path).name] = fingerprint(model)
-        if made_from["sft.pt"] not in (model_facts.get("sft"), fingerprint(model)):
+        made_from[name] = fingerprint(model)
+        if root not in (model_facts.get("sft"), made_from[name]):
             raise UserError(f"{path}: was not made from {folder}/sft.pt; make it again")
         return model, model_facts
 
     reward_model, ref = None, frozen_copy(sft)
-    policy = load_descendant(policy, ["ppo", "sft"])[0] if policy else sft
+    policy = load_descendant("--policy", policy, ["ppo", "sft"])[0] if policy else sft
     if reward:
         function, made_from["reward"] = load_function(reward)
-        score = text_reward(function, tokenizer)
+        score = text_reward(function, tokenizer, root)
     else:
-        reward_model, facts["rm"] = load_descendant(folder / "rm.pt", ["rm"])
+        reward_model, facts["rm"] = load_descendant("rm.pt", folder / "rm.pt", ["rm"])
         reward_model = frozen_copy(reward_model)
 
         def score(tokens, mask):
@@ -67,7 +70,7 @@ def load_models(folder, device, policy="", reward="", separate_critic=False):
 
     if separate_critic:
         add_critic(policy, reward_model)
-    return Models(policy, ref, reward_model, score, tokenizer, facts)
+    return Models(policy, ref, reward_model, score, tokenizer, facts, made_from)
 
 
 def add_critic(policy, reward_model):
@@ -100,35 +103,27 @@ def load_function(name):
         raise UserError(f"--reward {name}: {type(error).__name__}: {error}; {wanted}")
 
 
-def text_reward(function, tokenizer):
+def text_reward(function, tokenizer, sft):
     """A function of lists of prompts and responses, (texts, texts) -> numbers, as score(tokens, mask)
-    -> (B,). One with the attribute `reads_tokens` is given tokens and mask."""
+    -> (B,). One with the attribute `reads_tokens` is given tokens, mask, and the SFT model's
+    fingerprint."""
     if getattr(function, "reads_tokens", False):
-        return function
+        return lambda tokens, mask: function(tokens, mask, sft)
 
     def score(tokens, mask):
-        texts = texts_of(tokenizer, tokens, mask)
+        prompts, responses = texts_of(tokenizer, tokens, mask)
+        found = function(prompts, responses)
         try:
-            scores = function(*texts)
-        except Exception as error:  # it is the user's code: it may raise anything
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            place = f"{where.filename}, line {where.lineno}"
-            raise UserError(f"--reward: {type(error).__name__}: {error} ({place})") from error
-        count = len(tokens)
-        wanted = f"--reward: {count} responses should get a list of {count} numbers"
-        try:
-            numbers = torch.tensor([float(x) for x in scores], device=tokens.device)
+            scores = [float(x) for x in found]
         except (TypeError, ValueError, OverflowError, RuntimeError):
-            raise UserError(f"{wanted}, got {repr(scores)[:80]}")
-        if len(numbers) != count:
-            raise UserError(f"{wanted}, got {len(numbers)}")
-        wrong = ~(numbers.abs() <= LARGEST_SCORE)  # NaN too
-        if wrong.any():
-            bad = int(wrong.nonzero()[0])
-            about = (texts[0][bad] + texts[1][bad])[:80]
-            limit = f"none beyond {LARGEST_SCORE:,.0f}"
-            raise UserError(f"{wanted}, {limit}; got {numbers[bad].item()} for {about!r}")
-        return numbers
+            scores = []
+        texts = zip(scores, prompts, responses)
+        bad = [f"{x} for {(p + r)[:80]!r}" for x, p, r in texts if not abs(x) <= LARGEST_SCORE]
+        if bad or len(scores) != len(prompts):
+            wanted = f"{len(prompts)} numbers, none beyond {LARGEST_SCORE:,.0f}"
+            wrong = bad[0] if bad else repr(found)[:80]
+            raise UserError(f"--reward: should return a list of {wanted}, not {wrong}")
+        return torch.tensor(scores, device=tokens.device)
 
     return score
 
@@ -149,7 +144,9 @@ def load_algorithm(name):
         return Algorithm()
     try:
         module = importlib.import_module(f"variations.{name}")
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
+        if error.name != f"variations.{name}":
+            raise
         module = None
     own = {x.name: getattr(module, x.name) for x in fields(Algorithm) if hasattr(module, x.name)}
     if not {"compute_advantages", "loss"} & own.keys() or hasattr(module, "main"):

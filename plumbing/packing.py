@@ -124,4 +124,4 @@ def same_numbers(trunk):
         return False
     finally:
         trunk.train(training)
-    return torch.allclose(hidden, plain, rtol=1e-3, atol=1e-4)
+    return torch.allclose(hidden, plain, rtol=0.01, atol=0.01)  # TF32 rounds to 1e-3

@@ -168,25 +168,25 @@ def make_report(models, trained_on, prompts, run, config, stage):
     for kind, rows in (("ppo_seen", seen), ("ppo_unseen", ~seen)):
         if rows.any():
             report[kind] = ruler.figures(*after, rows) | {"prompts": int(rows.sum())}
-    add_truth(report, models, run)
+    add_truth(report, models, run, config.micro_batch or 64)
     report["table"], report["notes"] = table(report), list(notes(report))
     write_file(run.out / "report.json", json.dumps(report, indent=2) + "\n")
     return report
 
 
 @torch.no_grad()
-def add_truth(report, models, run):
+def add_truth(report, models, run, size):
     """How far SFT and reward model are from the best that is possible, where that is known; row by
     row, so that luck cancels out."""
     rows, entropy = known_rows(models, run, "sft", entropies)
     if rows:
         tokens = sum(len(ids) for _, ids in rows) / len(rows)  # in a row
-        excess = nats_of(models.ref, rows).cpu() - entropy
+        excess = nats_of(models.ref, rows, size).cpu() - entropy
         report["sft"] |= estimate("above_entropy", excess / tokens)
     rows, margin = known_rows(models, run, "pref", margins)
     if rows and models.reward_model:
         scores = []
-        for part in in_parts([row[0] + row[i] for row in rows for i in (1, 2)], 128):
+        for part in in_parts([row[0] + row[i] for row in rows for i in (1, 2)], size):
             scores.append(models.reward_model(*pad(part, run.device)).cpu())
         found = torch.cat(scores).view(-1, 2)
         more = margin.sign() - (found[:, 0] - found[:, 1]).sign()  # a tie is half right
@@ -225,7 +225,10 @@ LIMITS = {
     ("sft", "above_entropy"): "    {} above the entropy of the same rows",
     ("rm", "val_accuracy"): "reward model, validation pairs right {}",
     ("rm", "below_ceiling"): "    {} below the judge on the same pairs",
-    ("ppo", "optimality"): "optimality {}: 0 is the SFT model, 1 about the best of all policies",
+    (
+        "ppo",
+        "optimality",
+    ): "optimality {}: 0 is the SFT model, 1 roughly the best that any policy can reach",
     ("ppo_unseen", "optimality"): "    {} on {prompts} prompts that it was not trained on",
 }
 

@@ -19,11 +19,11 @@ def encode_rows(rows, tokenizer, context):
     its end token. A prompt that leaves no room in the context skips the row; a completion that does
     not fit is cut (and has no end), and a pair whose answers are then the same is skipped.
     """
-    encoded, lengths, full, cut, equal = [], [], 0, 0, 0
+    encoded, longest, full, cut, equal = [], 0, 0, 0, 0
     for prompt, *completions in rows:
         prompt = tokenizer.encode(prompt)
         whole = [tokenizer.encode(completion) + [tokenizer.eos] for completion in completions]
-        lengths.append(len(prompt) + max(map(len, whole), default=1))
+        longest = max(longest, len(prompt) + max(map(len, whole), default=1))
         if not 0 < len(prompt) < context:
             full += 1
             continue
@@ -41,17 +41,13 @@ def encode_rows(rows, tokenizer, context):
     for note, count in notes.items():
         if count:
             print(f"    {count:,} {note}")
-    if (suits := length_of_most(lengths)) > context:
-        hint = "train_sft.py --context, or another --init"
-        print(f"warning: 95 % of these rows would fit whole into {suits} tokens ({hint})")
+    if longest > context:
+        print(
+            f"    the longest has {longest} tokens, the context {context} (train_sft.py --context)"
+        )
     if not encoded:
         raise UserError(f"no row fits into a context of {context} tokens; train with a larger one")
     return encoded
-
-
-def length_of_most(lengths):
-    """The shortest that at least 95 % do not exceed."""
-    return sorted(lengths)[math.ceil(0.95 * len(lengths)) - 1]
 
 
 def read_ids(folder, task, split, tokenizer, context):

@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import signal
 import sys
 import time
@@ -22,16 +23,6 @@ SHOW_SECONDS = 4  # between two lines on the screen
 SIGNALS = [getattr(signal, x) for x in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, x)]
 
 
-def settings_of(*configs, data):
-    """What must be the same when a run goes on -> {name: value}; of the data, lists in any depth, a
-    fingerprint."""
-    settings = {"data": hashlib.sha256(repr(data).encode(errors="replace")).hexdigest()[:16]}
-    for config in configs:
-        values = dataclasses.asdict(config)
-        settings |= {name: x for name, x in values.items() if name not in FREE_SETTINGS}
-    return settings
-
-
 def random_state():
     """The states of PyTorch's generators, on which everything random in a loop depends."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -47,13 +38,18 @@ def set_random_state(states):
 class State:
     """The steps of a run, one after the other, also across interruptions.
 
-    settings: what must be the same when the run goes on, {name: value}; of files, a fingerprint.
     parts: {name: model, optimizer, ...}, whatever has a state_dict(). `values` holds numbers that
-    must survive an interruption.
+    must survive an interruption. When the run goes on, the data, lists in any depth, must be the
+    same, and the settings: dataclasses, and {file: its fingerprint}.
     """
 
-    def __init__(self, kind, run, settings, parts):
-        self.kind, self.run, self.settings, self.parts = kind, run, settings, parts
+    def __init__(self, kind, run, parts, data, *settings):
+        self.kind, self.run, self.parts = kind, run, parts
+        digest = hashlib.sha256(repr(data).encode(errors="replace")).hexdigest()
+        self.settings = {"data": digest[:16]}
+        for part in (run, *settings):
+            values = part if isinstance(part, dict) else dataclasses.asdict(part)
+            self.settings |= {name: x for name, x in values.items() if name not in FREE_SETTINGS}
         self.path, self.log_path = run.out / f"{kind}_state.pt", run.out / f"{kind}.jsonl"
         self.model_path = run.out / f"{kind}.pt"
         if run.tensorboard:
@@ -89,7 +85,7 @@ class State:
             self.step, self.seconds, self.done, self.values = (contents[name] for name in names)
         except (KeyError, ValueError, RuntimeError) as error:
             raise UserError(f"{self.path}: damaged ({type(error).__name__}); {again}")
-        if self.done and self.kind != "ppo":  # train_ppo.py goes on to its report
+        if self.done:
             if not self.model_path.exists():
                 raise UserError(f"{self.model_path} is gone; --overwrite makes it again")
             print(f"{self.model_path} is finished; --overwrite makes it again")
@@ -127,8 +123,9 @@ class State:
         step kills, and --resume goes on from the last save."""
         self.interrupted = True
         signal.signal(number, signal.SIG_DFL)
-        with contextlib.suppress(OSError):  # in a pipe, Ctrl-C has ended its reader too
+        with contextlib.suppress(OSError):
             print("stopping after this step; once more ends the run at once", flush=True)
+        sys.stdout = open(os.devnull, "w")  # Ctrl-C may have ended who reads it, as in `| tee log`
 
     def end_step(self, metrics, tokens, show):
         """Log the metrics of a step, and print those named in `show` every few seconds; save the

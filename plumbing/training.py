@@ -10,15 +10,10 @@ import torch
 import torch.nn.functional as F
 
 import minippo
-from minippo import GPT, evaluate_actions
+from data.files import UserError
+from minippo import GPT, GPTConfig, evaluate_actions
 from plumbing.checkpoints import load_weights, save_checkpoint
-from plumbing.rows import (
-    count_tokens,
-    in_parts,
-    length_of_most,
-    pad_completions,
-    spread_over,
-)
+from plumbing.rows import count_tokens, in_parts, pad_completions, spread_over
 from plumbing.tokenizer import Tokenizer
 
 VALIDATIONS, VALIDATED = 10, 1000  # so often in a run, on so many rows
@@ -47,6 +42,8 @@ def first_model(rows, shape, init):
     if init:
         from plumbing.hf import read_gpt2
 
+        if shape != GPTConfig(dropout=shape.dropout):
+            raise UserError("--init brings its own size and vocabulary: leave out flags for them")
         print(f"reading the weights and the vocabulary of {init}", flush=True)
         return read_gpt2(init, shape.dropout)
     start = time.perf_counter()
@@ -58,8 +55,8 @@ def first_model(rows, shape, init):
 
 def warn_of_long_answers(rows):
     """Say if PPO, by default, writes no responses as long as those of (prompt, completion)."""
-    suits = length_of_most([len(completion) for _, completion in rows])
-    most = minippo.PPOConfig.max_new_tokens
+    lengths = sorted(len(completion) for _, completion in rows)
+    suits, most = lengths[math.ceil(0.95 * len(rows)) - 1], minippo.PPOConfig.max_new_tokens
     if suits > most:
         hint = f"train_rm.py and train_ppo.py --max_new_tokens {suits} would hold 95 %"
         print(f"warning: more than 5 % of the completions exceed {most} tokens; {hint}")
@@ -68,15 +65,15 @@ def warn_of_long_answers(rows):
 # Optimizer and learning rate
 
 
-def adamw(model, lr, weight_decay=0.0, head_lr=1.0, eps=1e-8):
+def adamw(model, lr, weight_decay=0.0, head_lr_factor=1.0, eps=1e-8):
     """AdamW; norms and biases do not decay. Each group of parameters knows its `peak`, its highest
-    learning rate: that of a value head on the policy's trunk is head_lr times lr."""
+    learning rate: that of a value head on the policy's trunk is head_lr_factor times lr."""
     shared_trunk = getattr(model, "critic", None) is None
     groups = {}
     for name, parameter in model.named_parameters():
         head = name.startswith("value_head") and shared_trunk
         decay = weight_decay if parameter.dim() > 1 else 0.0
-        groups.setdefault((head_lr * lr if head else lr, decay), []).append(parameter)
+        groups.setdefault((head_lr_factor * lr if head else lr, decay), []).append(parameter)
     groups = [
         {"params": parameters, "peak": peak, "weight_decay": decay}
         for (peak, decay), parameters in groups.items()
@@ -94,11 +91,11 @@ def set_lr(optimizer, step, config):
     return optimizer.param_groups[0]["lr"]
 
 
-def adapt_kl_coef(kl_coef, kl, kl_target, responses, kl_horizon):
+def adapt_kl_coef(kl_coef, kl, stage):
     """Raise beta when the KL (nats per response) is above its target, else lower it, by about a
-    fifth at most in kl_horizon responses."""
-    error = min(max(kl / kl_target - 1, -0.2), 0.2)  # Ziegler et al., section 2.2
-    return kl_coef * (1 + error * min(1, responses / kl_horizon))
+    fifth at most in stage.kl_horizon responses."""
+    error = min(max(kl / stage.kl_target - 1, -0.2), 0.2)  # Ziegler et al., section 2.2
+    return kl_coef * (1 + error * min(1, stage.batch_size / stage.kl_horizon))
 
 
 # Pieces, where memory is short
@@ -138,8 +135,9 @@ def join_batches(batches):
 
 
 @torch.no_grad()
-def nats_of(model, rows, size=64):
-    """(prompt, completion) as ids -> -log pi of each whole completion: (rows,)."""
+def nats_of(model, rows, size):
+    """(prompt, completion) as ids -> -log pi of each whole completion: (rows,). size: rows in memory
+    at once."""
     nats = []
     for part in in_parts(rows, size):
         tokens, mask = pad_completions(part, model.lm_head.weight.device)
@@ -151,18 +149,19 @@ class Fit:
     """What a step of stages 1 and 2 ends with: validation ten times in a run, the best weights so
     far in a file, the log, the state.
 
-    validate(model, rows) -> figures, "val_loss" among them.
+    validate(model, rows, size) -> figures, "val_loss" among them; size: rows in memory at once.
     """
 
-    def __init__(self, state, model, tokenizer, validate, val_rows):
+    def __init__(self, state, model, tokenizer, validate, val_rows, micro_batch):
         self.state, self.model, self.tokenizer = state, model, tokenizer
-        self.validate, self.val_rows = validate, val_rows
+        self.validate, self.val_rows, self.size = validate, val_rows, micro_batch or 64
         self.best = state.run.out / f"{state.kind}_best.pt"
 
     def end_step(self, stats, batch):
         step, count = self.state.step + 1, self.state.count
         if step * VALIDATIONS // count > (step - 1) * VALIDATIONS // count:
-            stats |= self.validate(self.model, spread_over(self.val_rows, VALIDATED))
+            some = spread_over(self.val_rows, VALIDATED)
+            stats |= self.validate(self.model, some, self.size)
             if not math.isfinite(stats["val_loss"]):
                 raise FloatingPointError(f"step {step}: the validation loss is {stats['val_loss']}")
             if stats["val_loss"] <= self.state.values.get("best", math.inf):
@@ -176,7 +175,7 @@ class Fit:
         best, count = self.state.values["best_step"], self.state.count
         print(f"the validation loss was lowest at step {best:,} of {count:,}: saved is that")
         load_weights(self.best, self.state.kind, self.model)
-        return self.validate(self.model, self.val_rows)
+        return self.validate(self.model, self.val_rows, self.size)
 
     def finish(self):
         self.state.finish()

@@ -25,14 +25,17 @@ PAGE_SECONDS = 60  # between two versions of the page
 
 def check_settings(config, stage):
     """UserError for numbers that do not go together."""
-    k = getattr(config, "k", 1)
-    if stage.batch_size % k or config.minibatches > stage.batch_size:
-        rule = f"at least --minibatches {config.minibatches}, and a multiple of --k {k}"
-        raise UserError(f"--batch_size {stage.batch_size}: should be {rule}")
+    k, size = getattr(config, "k", 1), f"--batch_size {stage.batch_size}: should be"
+    if stage.batch_size % k:
+        raise UserError(f"{size} a multiple of --k {k}")
+    if stage.batch_size < config.minibatches:
+        raise UserError(f"{size} at least --minibatches {config.minibatches}")
     if stage.kl_horizon < math.inf and not config.kl_coef:
         raise UserError("--kl_horizon has no effect with --kl_coef 0: beta would stay 0")
-    if stage.separate_critic and stage.head_lr != type(stage).head_lr:
-        raise UserError("--head_lr has no effect with --separate_critic; leave it out")
+    if stage.kl_horizon == math.inf and stage.kl_target != type(stage).kl_target:
+        raise UserError("--kl_target has no effect without --kl_horizon, 10000 for example")
+    if stage.separate_critic and stage.head_lr_factor != type(stage).head_lr_factor:
+        raise UserError("--head_lr_factor has no effect with --separate_critic; leave it out")
 
 
 def doubts_about(rm):
@@ -55,7 +58,7 @@ def check_start(policy, ref, score, prompts, config, stage, dtype):
     if short := sum(len(prompt) + longest > context for prompt in prompts):
         room = f"leave less than {longest} tokens of the context of {context} for a response"
         print(f"warning: {short:,} of {len(prompts):,} prompts {room} (--max_new_tokens)")
-    drawn = []  # log-probabilities by which generate() draws, column by column
+    drawn = []  # log-probabilities by which generate() draws, column by column, of its rows
 
     def draw_and_record(logits):
         token = draw(logits)
@@ -67,8 +70,10 @@ def check_start(policy, ref, score, prompts, config, stage, dtype):
     tokens, mask, logprobs, _ = generate(policy, prompts, longest, temperature, draw_and_record)
     ref_logprobs, _, _ = evaluate_actions(ref, tokens, mask, temperature)
     nats = (logprobs - ref_logprobs).abs()[mask].max().item()
-    last = slice(-len(drawn), None)  # the columns of the responses
-    off = ((logprobs[:, last] - torch.stack(drawn, 1)).exp() - 1).abs()[mask[:, last]]
+    drawn_logprobs, lengths = torch.zeros_like(logprobs), row_lengths(mask)
+    for t, column in enumerate(drawn, tokens.shape[1] - 1 - len(drawn)):
+        drawn_logprobs[lengths > t + 1, t] = column
+    off = ((logprobs - drawn_logprobs).exp() - 1).abs()[mask]
     off = (off.max() if dtype == "float32" else off.mean()).item()
     tolerance = 1e-3 if dtype == "float32" else 0.05
     if not off <= tolerance:

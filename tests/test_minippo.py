@@ -453,15 +453,14 @@ def plain_generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
     for t in range(min(map(len, prompts)), 16):
         if all(ended):
             break
-        logits, values = policy(torch.tensor([(row + [0] * 16)[:t] for row in rows]))
+        going = [i for i in range(len(rows)) if not ended[i]]
+        logits, values = policy(torch.tensor([(rows[i] + [0] * 16)[:t] for i in going]))
         logits = logits[:, -1].detach() / temperature
-        drawn = draw(logits).tolist()
-        for i, row in enumerate(rows):
-            if t >= len(prompts[i]) and not ended[i]:
-                row.append(drawn[i])
-                ended[i] = drawn[i] == EOS or len(row) == limits[i]
-                log_p = logits[i].log_softmax(-1)
-                numbers[i].append((log_p[drawn[i]].item(), values[i, -1].item()))
+        for i, token, log_p, value in zip(going, draw(logits), logits.log_softmax(-1), values):
+            if t >= len(prompts[i]):
+                rows[i].append(token.item())
+                ended[i] = token == EOS or len(rows[i]) == limits[i]
+                numbers[i].append((log_p[token].item(), value[-1].item()))
     return rows, list(itertools.chain(*numbers))
 
 

@@ -72,12 +72,12 @@ def test_what_is_frozen_has_no_gradient_and_each_model_knows_its_sft_model(folde
     for model, trained in ((models.policy, 1), (models.ref, 0), (models.reward_model, 0)):
         assert {p.requires_grad for p in model.parameters()} == {trained} and not model.training
     assert torch.equal(models.score(TOKENS, MASK), rm[0](TOKENS, torch.tensor([4, 2])))
-    assert models.facts["made_from"] == {"sft.pt": name, "rm.pt": fingerprint(rm[0])}
+    assert models.made_from == {"sft.pt": name, "rm.pt": fingerprint(rm[0])}
     assert models.facts["rm"] == rm[2] and models.facts["sft"]["val_loss"] == 5.0
     stir(models.policy), save_checkpoint(folder / "a.pt", "ppo", models.policy, tokenizer, sft=name)
     for x, wanted in (("a.pt", models.policy), ("sft.pt", sft)):
         found = load_models(folder, "cpu", policy=folder / x)
-        assert found.facts["made_from"][x] == fingerprint(wanted) == fingerprint(found.policy)
+        assert found.made_from["--policy"] == fingerprint(wanted) == fingerprint(found.policy)
         assert fingerprint(found.ref) == fingerprint(models.ref) == name
     save_checkpoint(folder / "a.pt", "ppo", models.policy, tokenizer)  # of which model?
     with pytest.raises(UserError, match="a.pt: was not made from"):
@@ -102,15 +102,19 @@ def test_a_function_is_known_by_its_file_and_scores_texts_or_tokens(folder, monk
     for number in (1.5, 2.5, 1.5):
         (folder / "my_taste.py").write_text(f"def score(*texts):\n    return {number}, -1e6")
         models = load_models(folder, "cpu", reward="my_taste:score")
-        names.append(models.facts["made_from"]["reward"])
+        names.append(models.made_from["reward"])
     assert names[0] == names[2] != names[1] and models.reward_model is None
     assert models.score(TOKENS, MASK).tolist() == [1.5, -1e6]
-    text_reward(lambda *x: names.append(x) or [1, 2], BYTES)(TOKENS, MASK)
+    text_reward(lambda *x: names.append(x) or [1, 2], BYTES, "")(TOKENS, MASK)
     assert names[3] == (["AB", "D"], ["C", "E"])
-    reads_tokens = SimpleNamespace(reads_tokens=True)
-    assert text_reward(reads_tokens, BYTES) is reads_tokens
-    with pytest.raises(UserError, match="got -1000001.0 for 'DE'"):
-        text_reward(lambda *_: [0, -1000001], BYTES)(TOKENS, MASK)
+
+    def reads_tokens(*given):
+        return given
+
+    reads_tokens.reads_tokens = True
+    assert text_reward(reads_tokens, BYTES, "its SFT model")(1, 2) == (1, 2, "its SFT model")
+    with pytest.raises(UserError, match="not -1000001.0 for 'DE'"):
+        text_reward(lambda *_: [0, -1000001], BYTES, "")(TOKENS, MASK)
 
 
 # What watches

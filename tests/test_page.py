@@ -116,7 +116,7 @@ def test_an_edit_of_gae_is_shown_beside_it_in_minippo_with_its_numbers(tmp_path)
         "margin = *margin 1.20",
         "return (action >= *-> x x x x . . . / . x x x x x x",
         "ratio = *ratio 1.28 1.11 0.74",
-        "lengths += *lengths 2 2 | 3 3 | 4 4 | 5 5 | 5 6 | 5 7 | 5 8",
+        "lengths[rows] += *lengths 2 2 | 3 3 | 4 4 | 5 5 | 5 6 | 5 7 | 5 8",
     ):
         assert re.search(re.escape(line).replace(r"\*", ".*") + "\n", text), line
     assert re.findall(r"\n\d+def (\w+)\(.*:\n", text) == ["frozen_copy", "main"]  # no numbers

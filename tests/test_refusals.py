@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from cli import FLAGS, run, stage, write_data, write_models
-from minippo import gradient_step
 from plumbing.errors import UserError, explain, run_script
 from plumbing.flags import RunConfig, peek, read_flags
 from plumbing.models import load_function
@@ -37,7 +36,8 @@ sft --out DIR/sft.pt -> sft.pt: File exists
 ppo --batch_size 1 -> --batch_size 1: should be at least --minibatches 2
 ppo --adam_eps 0 -> --adam_eps 0.0: should be between 1e-12 and 1
 ppo --kl_coef 0 --kl_horizon 9 -> --kl_horizon has no effect with --kl_coef 0
-ppo --separate_critic --head_lr 5 -> --head_lr has no effect with --separate_critic; leave it out
+ppo --kl_target 5 -> --kl_target has no effect without --kl_horizon
+ppo --separate_critic --head_lr_factor 5 -> --head_lr_factor has no effect with --separate_critic; leave it out
 ppo --algorithm nonsense -> --algorithm nonsense: should be ppo, or a file of variations/
 ppo --algorithm dpo -> --algorithm dpo: should be ppo, or a file of variations/
 ppo --algorithm -> argument --algorithm: expected one argument (-h
@@ -50,15 +50,15 @@ rm rm.pt; ppo -> rm.pt: not found; train_rm.py makes it
 echo damaged > rm.pt; ppo -> rm.pt: damaged, or no checkpoint ... train_rm.py makes it
 cp other.pt sft.pt; ppo -> rm.pt: was not made from ... sft.pt; make it again
 ppo --policy DIR/other.pt -> other.pt: was not made from ... sft.pt; make it again
+mkdir x; cp other.pt x/sft.pt; ppo --policy DIR/x/sft.pt -> x/sft.pt: was not made from
 ppo --reward bad -> --reward bad: ... should be module:function, for instance my:score
 ppo --reward bad:few --separate_critic -> --separate_critic starts from the reward model
-ppo --reward bad:fails -> --reward: ZeroDivisionError: \x1b[31m\n ( ... bad.py, line 2)
-ppo --reward bad:few -> --reward: 8 responses should get a list of 8 numbers, got 1
-ppo --reward bad:nan -> 8 numbers, none beyond 1,000,000; got nan for '
-ppo --reward bad:large -> none beyond 1,000,000; got -1100000.0 for '
-ppo --reward bad:huge -> 8 numbers, got [1000
-ppo --reward bad:words -> 8 numbers, got ['good', '
-ppo --reward bad:square -> 8 numbers, got tensor(
+ppo --reward bad:few -> --reward: should return a list of 8 numbers, none beyond 1,000,000, not [1.0]
+ppo --reward bad:nan -> none beyond 1,000,000, not nan for '
+ppo --reward bad:large -> none beyond 1,000,000, not -1100000.0 for '
+ppo --reward bad:huge -> none beyond 1,000,000, not [1000
+ppo --reward bad:words -> none beyond 1,000,000, not ['good', '
+ppo --reward bad:square -> none beyond 1,000,000, not tensor(
 sample.py -> required: CHECKPOINT PROMPT (-h
 cp sft.pt ppo.pt; sample.py DIR a -> the folder of a run; give its ... ppo.pt
 sample.py DIR/other.pt a --trace -> other.pt: was not made from
@@ -66,7 +66,6 @@ plumbing/hf.py import DIR/sft.pt DIR/new -> wanted are three words: export CHECK
 variations/dpo.py --kl_coef 0 -> --kl_coef 0.0: should be between 1e-06 and 1e+06
 """
 REWARDS = r"""import torch
-def fails(p, r): raise ZeroDivisionError("\x1b[31m\n")
 def few(p, r): return [1.0]
 def nan(p, r): return [0.0] * (len(p) - 1) + [float("nan")]
 def large(p, r): return [1e6] * (len(p) - 1) + [-1.1e6]
@@ -118,7 +117,7 @@ HARMLESS = {
     "sft": "--lr 0 --weight_decay 1e30 --steps 1",
     "rm": "--warmup 999999999999 --answers 2 --cap_quantile 1 --device auto",
     "ppo": """--kl_coef 0 --clip_eps inf --value_clip inf --max_grad_norm inf --gamma 0 --lam 0
-        --temperature 99 --no_whiten --vf_coef 0 --head_lr 9 --max_new_tokens 99999""",
+        --temperature 99 --no_whiten --vf_coef 0 --head_lr_factor 9 --max_new_tokens 99999""",
 }
 ODD = ["\x00\x1b[31m", "\u202eabc", "😀 é ñ 日本", "<|endoftext|>", " \t\n", "x" * 20, "\ud800"]
 
@@ -222,14 +221,6 @@ def test_an_error_is_explained_in_one_line(monkeypatch, capsys, error, status, s
     said = capsys.readouterr().err
     assert stop.value.code == status and said.startswith(f"x.py: {says}") and said.count("\n") == 1
     print("é")  # what cannot be shown becomes a question mark
-
-
-def test_an_infinite_gradient_moves_no_weight():
-    weight = torch.nn.Parameter(torch.ones(2))
-    weight.grad = torch.tensor([1.0, float("inf")])
-    with pytest.raises(FloatingPointError, match="the norm of the gradient is inf"):
-        gradient_step(torch.optim.SGD([weight], 1.0), 1.0)
-    assert weight.tolist() == [1.0, 1.0]
 
 
 def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch):

@@ -80,7 +80,7 @@ def ruler_of(monkeypatch, folder="zoo", beta=0.5):
     ref, tokenizer = tiny_gpt(), Tokenizer([bytes([65 + i]) for i in range(EOS)])
     policy, score = stir(tiny_gpt(), 0.1), lambda tokens, mask: tokens.sum(1) + mask.sum(1)
     config = PPOConfig(5, length_penalty=0.25, missing_eos_penalty=0.5, kl_coef=beta)
-    return Ruler(Models(policy, ref, None, score, tokenizer, {}), PROMPTS, folder, config)
+    return Ruler(Models(policy, ref, None, score, tokenizer, {}, {}), PROMPTS, folder, config)
 
 
 def test_every_response_is_measured_by_its_definition_in_pieces_too(monkeypatch):
@@ -96,7 +96,7 @@ def test_every_response_is_measured_by_its_definition_in_pieces_too(monkeypatch)
         shown = {"text": text} | {name: row[name] for name in ("judge", "score", "kl")}
         assert ruler.answer(measured, texts, i) == shown
         ids = [ord(c) - 65 for c in text] + [EOS] * round(row["eos_rate"])
-        kl = nats_of(ref, [(prompt, ids)]) - nats_of(policy, [(prompt, ids)])
+        kl = nats_of(ref, [(prompt, ids)], 1) - nats_of(policy, [(prompt, ids)], 1)
         expected = {"judge": grade(prompt, text), "eos_rate": float(ids[-1] == EOS)}
         expected["score"] = sum(prompt + ids) + 0.75 * len(ids) - 0.5 * (ids[-1] != EOS)
         expected |= {"kl": kl.item(), "response_length": len(ids)}
@@ -171,7 +171,7 @@ def test_the_report_holds_what_ruler_and_truth_say_and_goes_with_its_policy(
 
     rows = {x: load_rows(data / f"{x}_val.jsonl", x) for x in ("sft", "pref")}
     ids = {x: encode_rows(rows[x], models.tokenizer, 48) for x in rows}
-    excess = nats_of(models.ref, ids["sft"]) - f64(entropies(rows["sft"]))
+    excess = nats_of(models.ref, ids["sft"], 64) - f64(entropies(rows["sft"]))
     excess *= 10 / sum(len(x) for _, x in ids["sft"])  # in nats per token
     a, b = pair_scores(models.reward_model, ids["pref"])
     more = (f64(margins(rows["pref"])).sign() - (a - b).sign()) / 2
@@ -185,10 +185,10 @@ def test_the_report_holds_what_ruler_and_truth_say_and_goes_with_its_policy(
     assert not path.exists() and "7.25" in page.read_text() and about not in page.read_text()
     found = report.make_report(models, val, val, run, config, stage)  # all prompts are seen
     assert "ppo_unseen" not in found and found["ppo_seen"]["prompts"] == 6
-    report.add_truth(found := {"sft": {}, "rm": {}}, models, run)
+    report.add_truth(found := {"sft": {}, "rm": {}}, models, run, 3)
     assert found["sft"] and not found["rm"]
     models.ref.config.context = 30  # a row does not fit whole
-    report.add_truth(found := {"sft": {}, "rm": {}}, models, run)
+    report.add_truth(found := {"sft": {}, "rm": {}}, models, run, 3)
     assert found == {"sft": {}, "rm": {}}
 
 

@@ -27,7 +27,7 @@ from cli import CPU, FLAGS, ROOT, metrics, run, stage, write_data, write_models
 from minippo import GPT, GPTConfig, PPOConfig, RewardModel, row_lengths
 from plumbing import training
 from plumbing.checkpoints import fingerprint, load_checkpoint
-from plumbing.errors import printable
+from plumbing.errors import UserError, printable
 from plumbing.models import add_critic, load_algorithm, text_reward
 from plumbing.packing import PackedTrunk
 from plumbing.tokenizer import Tokenizer
@@ -59,10 +59,10 @@ PPO = values_of(
     "steps 4 batch_size 8 minibatches 3 epochs 2 micro_batch 3 max_new_tokens 6 temperature 0.8 "
     "gamma 0.9 lam 0.8 whiten false kl_coef 0.3 length_penalty 0.05 missing_eos_penalty 0.5 "
     "clip_eps 0.02 value_clip 0.03 vf_coef 0.2 entropy_coef 0.02 kl_loss_coef 0.5 "
-    "max_grad_norm 0.3 lr 0.02 warmup 2 head_lr 5.0 adam_eps 0.01 kl_target 0.01 "
+    "max_grad_norm 0.3 lr 0.02 warmup 2 head_lr_factor 5.0 adam_eps 0.01 kl_target 0.01 "
     "kl_horizon 20.0 ref_update_every 2 seed 10"
 )
-CRITIC = {name: x for name, x in PPO.items() if name not in ("head_lr", "micro_batch")}
+CRITIC = {name: x for name, x in PPO.items() if name not in ("head_lr_factor", "micro_batch")}
 CRITIC |= {"separate_critic": True, "clip_eps": math.inf, "ref_update_every": 3}
 RLOO = values_of(
     'algorithm "rloo" k 2 steps 2 batch_size 6 minibatches 1 lr 0.01 max_new_tokens 5 '
@@ -185,13 +185,13 @@ def plain_ppo(folder, values, random_state, policy=""):
 
     if it.reward:
         exec(TASTE, taste := {})
-        score = text_reward(taste["score"], tokenizer)
+        score = text_reward(taste["score"], tokenizer, "")
     if it.separate_critic:
         add_critic(policy, reward_model)
-        it.head_lr = 1.0
+        it.head_lr_factor = 1.0
     prompts = [x for (x,) in ids_in(folder, "prompts_train", tokenizer)]
     head = {*policy.value_head.parameters()}
-    groups = ({*policy.parameters()} - head, it.lr, 0.0), (head, it.head_lr * it.lr, 0.0)
+    groups = ({*policy.parameters()} - head, it.lr, 0.0), (head, it.head_lr_factor * it.lr, 0.0)
     optimizer = plain_adamw(*groups, eps=it.adam_eps)
     torch.set_rng_state(random_state)
     for step in range(it.steps):
@@ -308,7 +308,7 @@ def test_sft_and_reward_model_are_trained_as_their_twins(fitted, kind, values, r
     best = end["best_step"]
     assert best < len(log) and not (folder / f"{kind}_best.pt").exists()
     # with gradients, dropout, activations computed twice: in training, in validation
-    assert it.modes == {(True, True, True), (False, False, True)} and it.rows[0] == rows
+    assert it.modes == {(True, True, True), (False, False, True)} and it.rows == [rows, rows]
     said = [
         "training a GPT of 0.01 M parameters on cpu: 20 rows",
         f"the validation loss was lowest at step {best} of {len(log)}: saved is that",
@@ -381,7 +381,7 @@ STAGE = """max_new_tokens=48[1,inf] temperature=1.0[0.01,inf] length_penalty=0.0
     kl_target=3.0[1e-6,inf] kl_horizon=inf[1,inf] ref_update_every=0[0,inf] policy= reward=
     no_report=False """
 NOT_RLOO = """gamma=1.0[0,1] lam=1.0[0,1] no_whiten=True value_clip=0.2[0,inf] vf_coef=0.1[0,inf]
-    entropy_coef=0.0[0,inf] kl_loss_coef=0.0[0,1e6] head_lr=30.0[0,inf] separate_critic=False """
+    entropy_coef=0.0[0,inf] kl_loss_coef=0.0[0,1e6] head_lr_factor=30.0[0,inf] separate_critic=False """
 SAMPLE = """n=1[1,inf] temperature=1.0[0.01,inf] max_new_tokens=64[1,inf] seed=0[0,2147483648]
     trace=False kl_coef=0.1[0,1e6] models= reward="""
 
@@ -446,14 +446,16 @@ def test_a_validation_loss_that_is_no_number_ends_the_run(tmp_path):
 def test_a_validation_is_over_all_rows(kind, script, make):
     rows = [torch.randint(EOS, (2 + (kind == "rm"), 3 + i % 3)).tolist() for i in range(70)]
     model = make(dropout=0.5).train()
-    figures = script.validate(model, rows)
+    figures = script.validate(model, rows, 9)
     assert model.training and same(plain_loss(kind, model.eval(), rows)[2], figures)
 
 
 def test_beta_follows_the_kl_by_a_fifth_at_most_in_a_horizon():
     for kl, share in ((3.0, 0), (3.3, 0.1), (2.7, -0.1), (9.0, 0.2), (-5.0, -0.2)):
         for horizon, part in ((100.0, 0.1), (1.0, 1.0), (math.inf, 0)):
-            beta = training.adapt_kl_coef(0.5, kl, 3.0, 10, horizon)
+            beta = training.adapt_kl_coef(
+                0.5, kl, StageConfig(batch_size=10, kl_target=3.0, kl_horizon=horizon)
+            )
             assert beta == pytest.approx(0.5 * (1 + share * part))
 
 
@@ -475,6 +477,8 @@ def test_completions_longer_than_ppo_writes_are_warned_of(capsys):
 def test_a_first_model_may_be_a_gpt2(monkeypatch):
     monkeypatch.setattr(plumbing.hf, "read_gpt2", lambda *given: given)
     assert training.first_model([], GPTConfig(dropout=0.1), "gpt2") == ("gpt2", 0.1)
+    with pytest.raises(UserError, match="--init brings its own size and vocabulary"):
+        training.first_model([], GPTConfig(context=64), "gpt2")
 
 
 # --------------------------------------------------------------------------------------------------

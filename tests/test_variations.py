@@ -4,10 +4,12 @@ Run: python -m pytest tests/test_variations.py (the last test needs trl)
 
 import importlib
 import itertools
+import json
 import math
 import os
 import random
 import re
+import shutil
 import signal
 import sys
 from dataclasses import astuple, fields
@@ -227,7 +229,9 @@ def test_the_loss_is_the_mean_of_these_terms_however_it_is_cut_and_padded(terms,
     batch, policy, algorithm = random_batch(seed), tiny_gpt(), load_algorithm(terms.__name__)
     batch["scores"][:3] *= seed != 5  # equal ones
     settings = {"kl_coef": 0.3, "temperature": 0.7, "vf_coef": 0.5, "value_clip": 0.1, "lam": 0.8}
-    settings |= {"clip_eps": 0.15, "gamma": 0.9, "entropy_coef": 0.2, "kl_loss_coef": 0.1} | own
+    settings |= {"gamma": 0.9, "entropy_coef": 0.2, "kl_loss_coef": 0.1} | own
+    if "clip_eps" not in algorithm.UNREAD:
+        settings["clip_eps"] = 0.15
     config = algorithm.Settings(**settings)  # some are not read
     rows = read_rows(policy, batch, config)
     exact = torch.cat([terms(x, config) for x in rows]).mean()
@@ -248,19 +252,24 @@ def test_the_loss_is_the_mean_of_these_terms_however_it_is_cut_and_padded(terms,
 # Flags
 
 
-NO_CRITIC = "gamma lam vf_coef value_clip separate_critic head_lr whiten entropy_coef kl_loss_coef"
+NO_CRITIC = (
+    "gamma lam vf_coef value_clip separate_critic head_lr_factor whiten entropy_coef kl_loss_coef"
+)
 STEADY = "algorithm kl_target kl_horizon ref_update_every"
 NOT_TRL = "policy reward dtype micro_batch grad_checkpoint resume tensorboard"
 FLAGS_OF = {  # their own with default and range; those that they do not read
-    "reinforce": ("total=False baseline=False", "gamma lam clip_eps whiten"),
+    "reinforce": ("clip_eps=inf[0, inf] total=False baseline=False", "gamma lam clip_eps whiten"),
     "rloo": ("k=4[2, inf]", NO_CRITIC),
     "grpo": ("k=4[2, inf] std=True length=True", NO_CRITIC),
     "gspo": ("mean=True", "gamma lam value_clip entropy_coef kl_loss_coef"),
-    "ppo_penalty": ("penalty=1.0[0, inf]", "clip_eps entropy_coef kl_loss_coef"),
-    "ppo_ptx": ("ptx_coef=0.02[0, inf] demonstrations=data/zoo sft=out/sft.pt", ""),
-    "best_of_n": ("k=4[2, inf]", f"{NO_CRITIC} clip_eps"),
+    "ppo_penalty": (
+        "clip_eps=inf[0, inf] penalty=1.0[0, inf]",
+        "clip_eps entropy_coef kl_loss_coef",
+    ),
+    "ppo_ptx": ("ptx_coef=0.02[0, inf] demonstrations= sft=", ""),
+    "best_of_n": ("clip_eps=inf[0, inf] k=4[2, inf]", f"{NO_CRITIC} clip_eps"),
     "dpo": (
-        "kl_coef=0.1[1e-6, 1e6] ipo=False samples=32[1, inf]",
+        "kl_coef=0.1[1e-6, 1e6] clip_eps=inf[0, inf] ipo=False samples=32[1, inf]",
         f"{NO_CRITIC} {STEADY} clip_eps epochs",
     ),
     "outgrow": ("k=4[2, inf] std=True length=True", f"{NO_CRITIC} {STEADY} {NOT_TRL}"),
@@ -316,8 +325,11 @@ def texts(made, name):
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_they_run_and_write_to_a_folder_of_their_own(made, name):
-    more = ["--demonstrations", "out/data"] if name == "ppo_ptx" else []
-    flags = [*FLAGS["ppo"], "--data", "out/data", "--algorithm", name, *more]
+    flags = [*FLAGS["ppo"], "--data", "out/data", "--algorithm", name]
+    if name == "ppo_ptx":
+        error = run(str(ROOT / "train_ppo.py"), *flags, root=made.parent)[2]
+        assert "ppo_ptx needs --sft out/sft.pt --demonstrations data/zoo" in error
+        flags += ["--demonstrations", "out/data", "--sft", "out/sft.pt", "--overwrite"]
     assert run(str(ROOT / "train_ppo.py"), *flags, root=made.parent)[::2] == (0, "")
     rows = metrics(made / name / "ppo.jsonl")  # all numbers are finite
     assert len(rows) == 3 and abs(rows[0]["kl"]) < 1e-3 < abs(rows[2]["kl"])
@@ -371,7 +383,7 @@ def test_dpo_is_these_steps_even_if_interrupted(made, tmp_path, monkeypatch, rep
 
     for step, (lr, row) in enumerate(zip((0.005, 0.01, 0.005), metrics(tmp_path / "ppo.jsonl"))):
         optimizer.param_groups[0]["lr"] = lr
-        batch = batch_of(rows, step, 9, 5)
+        batch, parts = batch_of(rows, step, 9, 5), []
         for some in (batch[:5], batch[5:]):
             h = log_ratio([x[:2] for x in some]) - log_ratio([x[::2] for x in some])
             loss = ((h - 1.25) ** 2 if ipo else F.softplus(-0.4 * h)).mean()
@@ -379,8 +391,12 @@ def test_dpo_is_these_steps_even_if_interrupted(made, tmp_path, monkeypatch, rep
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 0.5)
             optimizer.step()
-        exact = {"loss": loss.item(), "margin": h.mean().item(), "grad_norm": norm.item()}
-        exact |= {"accuracy": (h > 0).float().mean().item(), "lr": lr, "kl_coef": 0.4}
+            parts.append(
+                [loss.item(), h.mean().item(), norm.item(), (h > 0).double().mean().item()]
+            )
+        means = (sum(x) / 2 for x in zip(*parts))
+        exact = dict(zip(("loss", "margin", "grad_norm", "accuracy"), means))
+        exact |= {"lr": lr, "kl_coef": 0.4}
         assert {x: row[x] for x in exact} == pytest.approx(exact, rel=1e-3, abs=1e-5)
         assert row["eos_rate"] in (0.0, 0.5, 1.0)  # two samples
     trained = load_models(made, "cpu", policy=tmp_path / "ppo.pt").policy
@@ -397,8 +413,8 @@ def test_an_ensemble_scores_by_the_mean_or_the_lowest_of_its_members(made, tmp_p
     ids, mask, *_ = generate(load_sft(made)[0], [[1, 2], [3, 4, 5]] * 4, 8)
     model, tokenizer, facts = load_checkpoint(made / "rm.pt", ["rm"])
     monkeypatch.setenv("ENSEMBLE", str(tmp_path))
-    with pytest.raises(UserError, match="made from one sft.pt"):
-        ensemble.mean(ids, mask)
+    with pytest.raises(UserError, match="made from this run's sft.pt"):
+        ensemble.mean(ids, mask, facts["sft"])
     expected = []
     for i in (1, 2, 3):
         stir(model, 0.1)
@@ -407,15 +423,17 @@ def test_an_ensemble_scores_by_the_mean_or_the_lowest_of_its_members(made, tmp_p
     expected = torch.stack(expected)
     assert len({*expected.argmin(0).tolist()}) > 1
     state = torch.get_rng_state()
-    assert_equal(ensemble.mean(ids, mask), expected.mean(0), 1e-6)
-    assert_equal(ensemble.minimum(ids, mask), expected.min(0).values, 1e-6)
+    assert_equal(ensemble.mean(ids, mask, facts["sft"]), expected.mean(0), 1e-6)
+    assert_equal(ensemble.minimum(ids, mask, facts["sft"]), expected.min(0).values, 1e-6)
     assert torch.equal(torch.get_rng_state(), state)
     flags = "--models", made, "--reward", "variations.ensemble:minimum"
     assert stage("ppo", made / "data", tmp_path / "out", *flags)[::2] == (0, "")
-    ensemble.members.cache_clear()
+    with pytest.raises(UserError, match="made from this run's sft.pt"):
+        ensemble.mean(ids, mask, "another")
     save_checkpoint(tmp_path / "2" / "rm.pt", "rm", model, tokenizer, sft="another")
-    with pytest.raises(UserError, match="made from one sft.pt"):
-        ensemble.mean(ids, mask)
+    ensemble.members.cache_clear()
+    with pytest.raises(UserError, match="made from this run's sft.pt"):
+        ensemble.mean(ids, mask, facts["sft"])
 
 
 def label(rng, prompt, a, b):
@@ -423,8 +441,10 @@ def label(rng, prompt, a, b):
 
 
 def test_iterated_labels_are_of_both_models(made, tmp_path):
-    data, first = made / "data", tmp_path / "1"
-    assert stage("ppo", data, first, "--temperature=0.8", "--lr=0.1", "--models", made)[0] == 0
+    data, first = shutil.copytree(made / "data", tmp_path / "data"), tmp_path / "1"
+    with open(data / "prompts_train.jsonl", "a") as file:  # one is empty, one leaves no room
+        file.writelines(json.dumps({"prompt": x}) + "\n" for x in ("", "a" * 99))
+    assert stage("ppo", data, first, "--temperature=0.8", "--lr=0.02", "--models", made)[0] == 0
     flags = "--models", made, "--data", data, "--out", first, "--seed", 3, *CPU
     flags += "--pairs", 300, "--label", "test_variations:label"
     assert run("variations/iterate.py", *flags)[::2] == (0, "")
@@ -440,8 +460,9 @@ def test_iterated_labels_are_of_both_models(made, tmp_path):
     new = [label(rng, x, a, b) for x, a, b in zip(asked, *answers) if a != b]
     pairs = texts(made, "pref_train") + [tuple(row.values()) for row in new]
     assert texts(first, "pref_train") == pairs and len(new) < 300
-    for name in ("sft.pt", "data/pref_val.jsonl", "data/prompts_train.jsonl"):
-        assert (first / name).read_bytes() == (made / name).read_bytes()
+    assert (first / "sft.pt").read_bytes() == (made / "sft.pt").read_bytes()
+    for name in ("pref_val.jsonl", "prompts_train.jsonl"):
+        assert (first / "data" / name).read_bytes() == (data / name).read_bytes()
     # The next round
     assert stage("rm", first / "data", first, "--steps", 1)[0] == 0
     assert stage("ppo", data, tmp_path / "2", "--models", first)[0] == 0

@@ -10,15 +10,15 @@ The *expected step* of a loss is one plain gradient step on it as a sum, not a m
 all responses that could have been sampled: tests/test_variations.py computes it, to 1e-9.
 """
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from data.files import write_file
 from minippo import PPOConfig, kl_per_response
 
 # PPO's flags that have no effect where responses to a prompt are compared with each other
-NO_CRITIC = ("gamma", "lam", "vf_coef", "value_clip", "separate_critic", "head_lr")
-NO_CRITIC += ("whiten", "entropy_coef", "kl_loss_coef")
+NO_CRITIC = ("gamma", "lam", "vf_coef", "value_clip", "separate_critic")
+NO_CRITIC += ("head_lr_factor", "whiten", "entropy_coef", "kl_loss_coef")
 
 
 @dataclass
@@ -34,6 +34,5 @@ def response_rewards(batch, config):
 
 def copy_files(folder, pattern, out):
     """Copy the files that match: for instance sft.pt, which train_rm.py wants in its --out."""
-    out.mkdir(parents=True, exist_ok=True)
     for path in Path(folder).glob(pattern):
-        shutil.copy(path, out)
+        write_file(out / path.name, path.read_bytes())

@@ -11,12 +11,20 @@ KL(p_k || pi), with p_k as fixed, although it was made from pi. So it matters wh
 best, and not by how much.
 """
 
+import math
+from dataclasses import dataclass
+
 import torch
 
 from minippo import evaluate_actions, masked_mean
 from variations import NO_CRITIC, GroupConfig, response_rewards
 
-Settings, UNREAD = GroupConfig, (*NO_CRITIC, "clip_eps")
+UNREAD = (*NO_CRITIC, "clip_eps")
+
+
+@dataclass
+class Settings(GroupConfig):
+    clip_eps: float = math.inf  # no clip [0, inf]
 
 
 def compute_advantages(batch, config):

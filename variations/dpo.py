@@ -18,6 +18,7 @@ Scores have standard deviation 1, r has not; so the same --kl_coef is another pr
 rm.pt are only for the log and the report.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +31,7 @@ from plumbing.models import load_models
 from plumbing.packing import packed
 from plumbing.report import finish_run
 from plumbing.rows import batch_of, in_parts, pad_completions, read_ids, read_prompts
-from plumbing.state import State, settings_of
+from plumbing.state import State
 from plumbing.training import adamw, backward, rollout_in_pieces, set_lr
 from plumbing.watch import Watch
 from train_ppo import StageConfig
@@ -42,6 +43,7 @@ UNREAD += ("ref_update_every",)
 
 @dataclass
 class Settings(PPOConfig):
+    clip_eps: float = math.inf  # no clip [0, inf]
     kl_coef: float = 0.1  # beta [1e-6, 1e6]
     ipo: bool = False  # the loss of IPO instead
     samples: int = 32  # responses per iteration, for the log [1, inf]
@@ -69,15 +71,13 @@ def main():
     stage.algorithm = "ipo" if config.ipo else "dpo"
     prepare(run)
     models = load_models(stage.models, run.device, stage.policy, stage.reward)
-    for network in filter(None, (models.policy, models.ref, models.reward_model)):
-        packed(network, run.dtype, run.grad_checkpoint)
+    packed(models.networks(), run.dtype, run.grad_checkpoint)
     policy, ref, tokenizer = models.policy, models.ref, models.tokenizer
     pairs = read_ids(run.data, "pref", "train", tokenizer, ref.config.context)
     val_prompts = read_prompts(run.data, "val", tokenizer, ref.config.context)
     optimizer = adamw(policy, stage.lr, eps=stage.adam_eps)
-    made_from = models.facts["made_from"]
-    settings = settings_of(run, config, stage, data=(pairs, tokenizer.tokens)) | made_from
-    state = State("ppo", run, settings, {"policy": policy, "optimizer": optimizer})
+    parts, data = {"policy": policy, "optimizer": optimizer}, (pairs, tokenizer.tokens)
+    state = State("ppo", run, parts, data, config, stage, models.made_from)
     watch = Watch(state, models, config, stage)
 
     def loss(policy, pairs):
@@ -85,17 +85,18 @@ def main():
         return dpo_loss(*ratios, config.kl_coef, config.ipo)
 
     for step in state.steps(stage.steps):
-        stats = {"lr": set_lr(optimizer, step, stage)}
+        lr, parts = set_lr(optimizer, step, stage), []
         some = batch_of(pairs, step, stage.batch_size, run.seed)
         asked = [prompt for prompt, *_ in some[: config.samples]]
         batch = rollout_in_pieces(policy, ref, models.score, asked, config)
         for minibatch in in_parts(some, -(-len(some) // config.minibatches)):
             optimizer.zero_grad()
-            stats |= backward(loss, policy, minibatch, config.micro_batch, len)
-            stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
-        watch.end_step(batch, stats | batch_metrics(batch, config))
+            parts.append(backward(loss, policy, minibatch, config.micro_batch, len))
+            parts[-1]["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
+        stats = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
+        watch.end_step(batch, stats | batch_metrics(batch, config) | {"lr": lr})
 
-    save_checkpoint(run.out / "ppo.pt", "ppo", policy, tokenizer, sft=made_from["sft.pt"])
+    save_checkpoint(run.out / "ppo.pt", "ppo", policy, tokenizer, sft=models.made_from["sft.pt"])
     finish_run(models, [prompt for prompt, *_ in pairs], val_prompts, run, config, stage)
 
 

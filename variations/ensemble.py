@@ -27,27 +27,27 @@ from plumbing.checkpoints import load_checkpoint
 from plumbing.errors import UserError
 
 
-def mean(tokens, mask):
-    return scores(tokens, mask).mean(0)
+def mean(tokens, mask, sft):
+    return scores(tokens, mask, sft).mean(0)
 
 
-def minimum(tokens, mask):
-    return scores(tokens, mask).amin(0)
+def minimum(tokens, mask, sft):
+    return scores(tokens, mask, sft).amin(0)
 
 
 mean.reads_tokens = minimum.reads_tokens = True  # not texts: see plumbing/models.py
 
 
-def scores(tokens, mask):
+def scores(tokens, mask, sft):
     """m reward models, B rows -> (m, B), each normalised by its train_rm.py."""
-    models = members(os.environ.get("ENSEMBLE", "out/ensemble"), tokens.device)
+    models = members(os.environ.get("ENSEMBLE", "out/ensemble"), tokens.device, sft)
     return torch.stack([model(tokens, row_lengths(mask)) for model in models])
 
 
 @functools.cache
 @torch.random.fork_rng()  # a run that goes on must draw what it would have drawn
-def members(folder, device):
+def members(folder, device, sft):
     found = [load_checkpoint(x, ["rm"], device) for x in sorted(Path(folder).glob("*/rm.pt"))]
-    if len({facts["sft"] for *_, facts in found}) != 1:
-        raise UserError(f"{folder}/*/rm.pt: wanted are reward models made from one sft.pt")
+    if {facts["sft"] for *_, facts in found} != {sft}:
+        raise UserError(f"{folder}/*/rm.pt: should be reward models made from this run's sft.pt")
     return [model for model, *_ in found]

@@ -46,12 +46,14 @@ def main():
     (label, _), rng, answers = load_function(config.label), random.Random(config.seed), []
     models = load_models(config.models, device, policy=out / "ppo.pt")
     settings = read_contents(out / "ppo_state.pt", ["state"])["settings"]
+    encode, context = models.tokenizer.encode, models.ref.config.context
     prompts = [prompt for (prompt,) in read_rows(data, "prompts", "train")]
+    prompts = [prompt for prompt in prompts if 0 < len(encode(prompt)) < context]
     asked = rng.choices(prompts, k=config.pairs)
     torch.manual_seed(config.seed)
     for model in (models.policy, models.ref):
         texts = []
-        for part in in_parts(list(map(models.tokenizer.encode, asked)), 256, "answers"):
+        for part in in_parts(list(map(encode, asked)), 256, "answers"):
             sampled = generate(model, part, settings["max_new_tokens"], settings["temperature"])
             texts += texts_of(models.tokenizer, *sampled[:2])[1]
         answers.append(texts)

@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node 2 -m variations.outgrow    after pip install trl==1.12.0
 
-One process for each GPU; on several machines (--nnodes of torchrun) all must see --out. Flags and
-report are those of --algorithm grpo.
+One process for each GPU; on several machines (--nnodes of torchrun) all must see --out. The
+report is that of --algorithm grpo; -h shows those of its flags that TRL has too.
 """
 
 from importlib.util import find_spec
@@ -92,7 +92,7 @@ def main(train=train_grpo, name="grpo_of_trl"):
     train(run, config, stage, prompts, tokenizer, models.score)
     if process.is_main_process:
         models.policy = read_gpt2(run.out / "policy")[0].to(run.device).eval()
-        sft = models.facts["made_from"]["sft.pt"]
+        sft = models.made_from["sft.pt"]
         save_checkpoint(run.out / "ppo.pt", "ppo", models.policy, tokenizer, sft=sft)
         val_prompts = read_prompts(run.data, "val", tokenizer, context)
         finish_run(models, prompts, val_prompts, run, config, stage)

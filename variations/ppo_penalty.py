@@ -20,13 +20,14 @@ UNREAD = ("clip_eps", "entropy_coef", "kl_loss_coef")
 
 @dataclass
 class Settings(PPOConfig):
+    clip_eps: float = math.inf  # no clip [0, inf]
     penalty: float = 1.0  # c, the price of a nat of KL per token to the old policy [0, inf]
 
 
 def loss(policy, batch, config):
     mask, old_logprobs, old_values = batch["mask"], batch["old_logprobs"], batch["old_values"]
     logprobs, values, _ = evaluate_actions(policy, batch["tokens"], mask, config.temperature)
-    loss, stats = policy_loss(logprobs, old_logprobs, batch["credit"], mask, clip_eps=math.inf)
+    loss, stats = policy_loss(logprobs, old_logprobs, batch["credit"], mask, config.clip_eps)
     log_ratio = logprobs - old_logprobs
     kl = masked_mean(log_ratio.exp() - 1 - log_ratio, mask)
     errors, value_stats = value_loss(values, old_values, batch["returns"], mask, config.value_clip)

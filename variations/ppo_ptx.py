@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from data.files import UserError
 from minippo import PPOConfig, ppo_loss
 from plumbing.checkpoints import load_checkpoint
 from plumbing.rows import read_ids
@@ -22,8 +23,8 @@ from train_sft import sft_loss
 @dataclass
 class Settings(PPOConfig):
     ptx_coef: float = 0.02  # c, the weight of the SFT loss [0, inf]
-    demonstrations: str = "data/zoo"  # folder of sft_train.jsonl
-    sft: str = "out/sft.pt"  # for its vocabulary and context
+    demonstrations: str = ""  # folder of sft_train.jsonl, as in --data
+    sft: str = ""  # the sft.pt of --models, for its vocabulary and context
 
 
 def loss(policy, batch, config):
@@ -39,5 +40,7 @@ def loss(policy, batch, config):
 @torch.random.fork_rng()  # a run that goes on must draw what it would have drawn
 def read_demonstrations(sft, folder):
     """-> (prompt, completion) as ids"""
+    if not (sft and folder):
+        raise UserError("--algorithm ppo_ptx needs --sft out/sft.pt --demonstrations data/zoo")
     model, tokenizer, _ = load_checkpoint(sft, ["sft"])
     return read_ids(Path(folder), "sft", "train", tokenizer, model.config.context)

@@ -24,6 +24,7 @@ UNREAD = ("gamma", "lam", "clip_eps", "whiten")
 
 @dataclass
 class Settings(PPOConfig):
+    clip_eps: float = math.inf  # no clip [0, inf]
     total: bool = False  # a token answers for all rewards of the response, not from itself on
     baseline: bool = False  # subtract the value of the state, and train the values
 
@@ -39,5 +40,4 @@ def compute_advantages(batch, config):
 
 
 def loss(policy, batch, config):
-    vf_coef = config.vf_coef * config.baseline
-    return ppo_loss(policy, batch, replace(config, clip_eps=math.inf, vf_coef=vf_coef))
+    return ppo_loss(policy, batch, replace(config, vf_coef=config.vf_coef * config.baseline))
