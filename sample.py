@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 
+from data.files import UserError
 from minippo import PPOConfig, compute_advantages, generate, rollout, table, trace
 from plumbing.checkpoints import load_checkpoint
-from plumbing.errors import UserError, printable, run_script
+from plumbing.errors import printable, run_script
 from plumbing.flags import read_flags
 from plumbing.hf import read_gpt2
 from plumbing.models import load_models

@@ -14,9 +14,10 @@ import itertools
 
 import torch
 
-from bench.tables import keep, made, rounded, tables
+from bench.tables import keep, made, tables
 from minippo import GPT, GPTConfig, RewardModel, evaluate_actions, gae, kl_adjusted_rewards
 from minippo import row_lengths
+from plumbing.page import rounded
 from plumbing.rows import pad_completions
 
 

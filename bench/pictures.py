@@ -1,10 +1,13 @@
-"""The pictures of README.md and RESULTS.md that show measurements, from bench/results.json.
+"""The pictures of README.md and RESULTS.md that show measurements, from bench/results.json, and one of
+the page of a run, out/report.html.
 
-python -m bench.pictures    after pip install matplotlib
+    python -m bench.pictures    after make run, pip install matplotlib playwright, and with Chromium
 """
 
 import io
 import re
+import shutil
+import statistics
 
 from bench.tables import ROOT, load
 from data.files import write_file
@@ -15,6 +18,8 @@ PATHS = ("beta = 0.03", "default", "beta = 0.3", "a quarter of the pairs, beta =
 CURVES = ("score", "judge", "kl", "entropy", "explained_variance")
 KL = "KL to the reference, nats per response"
 MARKERS = "osD^v<>pPX*hd8"
+LABELS = {"speed, seed 0": "minippo", "speed, seed 0, LoRA": "minippo, LoRA"}
+LABELS["speed, seed 0, TRL"] = "TRL"
 KINDS = {"TRL": GREY, "PPO": BLUE, "RE": PURPLE, "RLOO": PURPLE, "GRPO": PURPLE}
 
 
@@ -101,11 +106,24 @@ def draw_neighbours(results):
     return drawing
 
 
+def draw_pretrained(results):
+    drawing, axis = figure(1, 6, 3.6)
+    for (name, path), colour in zip(
+        results["pretrained_speed_paths"].items(), (BLUE, PURPLE, GREY)
+    ):
+        means = [statistics.fmean(path["judge"][max(0, i - 4) : i + 1]) for i in range(20)]
+        axis.plot(path["seconds"], means, color=colour, label=LABELS[name])
+    axis.set(xlabel="seconds", ylabel="favourable, share of the last five batches")
+    axis.legend()
+    return drawing
+
+
 PICTURES = {  # name: the sections that it shows
     "curves": (draw_curves, "curves"),
     "frontier": (draw_frontier, "limits", "paths"),
     "hacking": (draw_hacking, "paths"),
     "neighbours": (draw_neighbours, "neighbours", "limits_of_neighbours"),
+    "pretrained": (draw_pretrained, "pretrained_speed_paths"),
 }
 
 
@@ -116,5 +134,23 @@ def draw(results, folder=ROOT / "bench"):
             save(draw_it(results), folder / f"{name}.svg")
 
 
+def photograph(page, path, stop=4):
+    """The token view of a page, with the slider at a stop; the fourth is iteration 20."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as it:
+        browser = it.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
+        )
+        view = browser.new_page(viewport={"width": 900, "height": 800})
+        view.goto(page.as_uri())
+        view.locator("#stop").fill(str(stop))
+        view.locator("#stop").blur()
+        less = "#traces > p, .response:nth-of-type(n + 5) { display: none }"
+        view.add_style_tag(content=less)
+        view.locator("#traces").screenshot(path=path)
+
+
 if __name__ == "__main__":
     draw(load())
+    photograph(ROOT / "out" / "report.html", ROOT / "bench" / "tokens.png")

@@ -10,6 +10,7 @@ pairs, which no stage sees. A run writes a row of bench/results.json, and what i
 texts, to out/pretrained/.
 """
 
+import functools
 import math
 import random
 import resource
@@ -26,7 +27,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM as Model
 from transformers import AutoModelForSequenceClassification as Classifier
 from transformers import AutoTokenizer
-from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
 from bench.tables import ROOT, keep, load, made
 from data.files import UserError, write_jsonl
@@ -41,7 +41,6 @@ OUT = ROOT / "out" / "pretrained"
 # iterations, responses in each, their tokens, gradient steps
 MODES = {"lexicon": (30, 48, 16, 4), "stages": (45, 48, 20, 4), "speed": (20, 32, 16, 2)}
 UNSEEN = 128  # prompts that the policy is judged on before and after
-LEXICON = SentimentIntensityAnalyzer()
 
 
 def load_model(kind, path, **more):
@@ -67,8 +66,15 @@ def naive_bayes(pairs):
     return lambda text: sum(nats.get(w, odds) for w in {*text.split()}) > 0
 
 
+@functools.cache
+def lexicon():
+    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
+
+    return SentimentIntensityAnalyzer()
+
+
 def sentiments(texts):
-    return [LEXICON.polarity_scores(text)["compound"] for text in texts]
+    return [lexicon().polarity_scores(text)["compound"] for text in texts]
 
 
 class Record:

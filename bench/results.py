@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from bench import pictures
-from bench.tables import ROOT, keep, made, mean_and_error, rounded, tables
+from bench.tables import ROOT, keep, made, mean_and_error, tables
 from data.files import UserError, read_log, write_file
 from data.zoo import write_data
 from minippo import PPOConfig
@@ -32,6 +32,7 @@ from plumbing.errors import run_script
 from plumbing.flags import RunConfig, prepare, read_flags
 from plumbing.models import load_models
 from plumbing.packing import packed
+from plumbing.page import rounded
 from plumbing.report import BEST_OF, PROMPTS, Ruler, optimal_objective
 from plumbing.rows import read_prompts
 from variations import copy_files

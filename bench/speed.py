@@ -23,13 +23,14 @@ from pathlib import Path
 import torch
 
 import minippo
-from bench.tables import ROOT, keep, made, rounded, tables
+from bench.tables import ROOT, keep, made, tables
 from bench.trl_ppo import make_trainer
 from minippo import GPT, GPTConfig, PPOConfig, RewardModel, frozen_copy, generate, gradient_step
 from plumbing.checkpoints import load_checkpoint, save_checkpoint
 from plumbing.errors import run_script
 from plumbing.flags import RunConfig, prepare, read_flags
 from plumbing.packing import packed
+from plumbing.page import rounded
 from plumbing.rows import batch_of, read_ids, read_prompts
 from plumbing.tokenizer import Tokenizer
 from plumbing.training import adamw, backward

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from data.files import UserError, write_file
 from plumbing.errors import run_script
+from plumbing.page import rounded
 
 ROOT = Path(__file__).parents[1]
 PATH = ROOT / "bench" / "results.json"
@@ -32,6 +33,8 @@ TABLES = {  # section: title of the first column
     "neighbours": "",
     "ladder": "grad log pi times the",
     "accident": "changed in the run",
+    "pretrained": "",
+    "pretrained_speed": "",
     "speed": "",
     "speed_cuda": "",
     "memory": "",
@@ -43,6 +46,7 @@ DIGITS = {  # of a column, if not 2
     **dict.fromkeys(("less the default's", "less PPO's", "share of the first"), 3),
     **dict.fromkeys(("tokens", "variance", "jumps of the KL"), 1),
     **dict.fromkeys(("the models, GB", "the process", "with `--grad_checkpoint`"), 1),
+    **dict.fromkeys(("an iteration, s", "minutes", "peak, GB"), 1),
     **dict.fromkeys(("seconds to a judge of 2.5", "parameters, M"), 0),
 }
 
@@ -65,14 +69,6 @@ def mean_and_error(numbers):
     n = len(numbers)
     error = statistics.stdev(numbers) / math.sqrt(n) if n > 1 else None
     return [statistics.fmean(numbers), error]
-
-
-def rounded(x, digits=5):
-    if isinstance(x, dict):
-        return {str(name): rounded(part, digits) for name, part in x.items()}
-    if isinstance(x, (list, tuple)):
-        return [rounded(part, digits) for part in x]
-    return float(f"{x:.{digits}g}") if isinstance(x, float) else x
 
 
 def dumps(results):

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from data.files import UserError
 
-__all__ = ["UserError", "printable", "run_script"]
-
 
 def printable(text, keep="\n"):
     """The text with its control characters spelled out: no model may steer the terminal."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from plumbing.errors import UserError
+from data.files import UserError
 
 try:
     import fcntl

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 
+from data.files import UserError
 from minippo import GPT, GPTConfig, RewardModel
 from plumbing.checkpoints import load_checkpoint
-from plumbing.errors import UserError, run_script
+from plumbing.errors import run_script
 from plumbing.flags import read_flags
 from plumbing.tokenizer import Tokenizer
 

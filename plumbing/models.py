@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 import minippo
+from data.files import UserError
 from minippo import GPT, RewardModel, frozen_copy, row_lengths
 from plumbing.checkpoints import fingerprint, load_checkpoint
-from plumbing.errors import UserError
 from plumbing.tokenizer import Tokenizer, texts_of
 
 LARGEST_SCORE = 1e6  # with far larger ones the loss is no number

@@ -8,7 +8,6 @@ from pathlib import Path
 from data.files import read_log, write_file
 
 POINTS = 300  # of a curve at most; where a log has more lines, a point is the mean of several
-DIGITS = 5  # of each number
 
 
 def write_page(out, models="", report=None):
@@ -31,15 +30,14 @@ def write_page(out, models="", report=None):
     return out / "report.html"
 
 
-def rounded(x):
-    """The same lists and dicts with fewer digits, and None for infinity and NaN, which JSON does not
-    know."""
+def rounded(x, digits=5):
+    """The same lists and dicts for JSON: with fewer digits, and None for infinity and NaN."""
     if isinstance(x, dict):
-        return {name: rounded(value) for name, value in x.items()}
-    if isinstance(x, list):
-        return [rounded(value) for value in x]
+        return {str(name): rounded(value, digits) for name, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return [rounded(value, digits) for value in x]
     if isinstance(x, float):
-        return float(f"{x:.{DIGITS}g}") if math.isfinite(x) else None
+        return float(f"{x:.{digits}g}") if math.isfinite(x) else None
     return x
 
 

@@ -7,9 +7,9 @@ import time
 import numpy as np
 import torch
 
+from data.files import UserError
 from data.rows import read_rows
 from minippo import response_mask
-from plumbing.errors import UserError
 
 
 def encode_rows(rows, tokenizer, context):

@@ -7,11 +7,10 @@ import time
 
 import torch
 
-from data.files import read_log, write_file
+from data.files import UserError, read_log, write_file
 from data.truth import judge_of
 from minippo import draw, evaluate_actions, gather_logprobs, generate, kl_per_response, row_lengths
 from minippo import score_responses, trace
-from plumbing.errors import UserError
 from plumbing.page import write_page
 from plumbing.tokenizer import texts_of
 

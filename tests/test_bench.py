@@ -8,9 +8,8 @@ import torch
 
 from bench import accident, ladder, pictures, results, speed, tables, trl_ppo
 from cli import metrics, run, same_weights, write_data, write_models
-from data.files import write_jsonl
+from data.files import UserError, write_jsonl
 from minippo import PPOConfig, generate
-from plumbing.errors import UserError
 from plumbing.flags import RunConfig
 from tiny import tiny_gpt
 from train_ppo import StageConfig
@@ -125,7 +124,33 @@ def test_runs_become_tables_and_pictures(tmp_path, monkeypatch):
     assert tables.mean_and_error([2.0]) == [2.0, None]
     pytest.importorskip("matplotlib")
     lab.keep(found)
-    assert len([ElementTree.parse(path) for path in tmp_path.glob("*.svg")]) == 4
+    paths = {name: {"seconds": [*range(20)], "judge": [0.5] * 20} for name in pictures.LABELS}
+    pictures.draw({"pretrained_speed_paths": paths}, tmp_path)
+    assert len([ElementTree.parse(path) for path in tmp_path.glob("*.svg")]) == 5
+
+
+def test_a_pretrained_run_becomes_a_row(monkeypatch):
+    pytest.importorskip("transformers")
+    from bench import pretrained
+
+    pairs = [("the film", "is good", "is bad"), ("a good", "plot", "mess")]
+    judge = pretrained.naive_bayes(pairs)
+    assert judge("good plot") and not judge("bad film") and not judge("mess")
+    monkeypatch.setattr(pretrained, "sentiments", lambda texts: [len(x) for x in texts])
+    clock = iter([0, 1, 2, 4, 5, 8, 10, 11, 14, 19, 20, 30, 60])
+    monkeypatch.setattr(pretrained.time, "perf_counter", lambda: next(clock))
+    record = pretrained.Record(judge)
+    record.note("before", ["good", "bad", "bad"], score=0.25)
+    for what in "sample score update update sample score update update sample score".split():
+        record.note(what)
+    record.note("after", ["good", "good plot"], score=1.5)
+    names = "an iteration, s", "until it is sampled", "until it is scored", "update"
+    assert record.phases(2) == dict(zip(names, (11, 2, 1, 8)))
+    row = pretrained.row_of(record, [{"kl": x} for x in (9, 1, 2, 3, 4, 5)])
+    assert row["favourable before"] == pytest.approx(1 / 3) and row["favourable after"] == 1
+    assert (row["lexicon before"], row["lexicon after"]) == (pytest.approx(10 / 3), 6.5)
+    assert (row["score before"], row["score after"], row["KL"]) == (0.25, 1.5, 3)
+    assert (row["different of 128 after"], row["minutes"]) == (2, 1)
 
 
 def test_the_best_policy_is_the_reference_times_exp_of_the_score_over_beta():

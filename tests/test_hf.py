@@ -10,10 +10,10 @@ import torch
 
 from cli import CPU, run, write_data
 from data import zoo
+from data.files import UserError
 from minippo import GPT, GPTConfig, RewardModel
 from plumbing import hf
 from plumbing.checkpoints import load_checkpoint, save_checkpoint
-from plumbing.errors import UserError
 from plumbing.tokenizer import Tokenizer
 from tiny import assert_equal, stir
 

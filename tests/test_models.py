@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from data.files import UserError
 import minippo
 from cli import write_data, write_models
 from minippo import GPT, GPTConfig, PPOConfig, RewardModel, evaluate_actions, frozen_copy
 from plumbing import watch
 from plumbing.checkpoints import fingerprint, load_checkpoint, load_weights, save_checkpoint
-from plumbing.errors import UserError
 from plumbing.models import add_critic, load_models, text_reward
 from plumbing.tokenizer import Tokenizer
 from tiny import inf, marks, nan, stir, tiny_gpt

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from cli import FLAGS, run, stage, write_data, write_models
-from plumbing.errors import UserError, explain, run_script
+from data.files import UserError
+from plumbing.errors import explain, run_script
 from plumbing.flags import RunConfig, peek, read_flags
 from plumbing.models import load_function
 from plumbing.training import FitConfig

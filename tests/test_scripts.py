@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from data.files import UserError
 import data.zoo
 import minippo
 import plumbing.hf
@@ -27,7 +28,7 @@ from cli import CPU, FLAGS, ROOT, metrics, run, stage, write_data, write_models
 from minippo import GPT, GPTConfig, PPOConfig, RewardModel, row_lengths
 from plumbing import training
 from plumbing.checkpoints import fingerprint, load_checkpoint
-from plumbing.errors import UserError, printable
+from plumbing.errors import printable
 from plumbing.models import add_critic, load_algorithm, text_reward
 from plumbing.packing import PackedTrunk
 from plumbing.tokenizer import Tokenizer

@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from data.files import UserError
 import minippo
 import plumbing.report
 from cli import metrics, run, start, write_data, write_models
 from plumbing import flags, state
-from plumbing.errors import UserError
 from plumbing.flags import RunConfig
 from plumbing.state import State
 

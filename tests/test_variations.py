@@ -19,12 +19,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from data.files import UserError
 import minippo
 from cli import CPU, FLAGS, PPO, ROOT, metrics, run, stage, write_data, write_models, write_rows
 from data.rows import load_rows
 from minippo import PPOConfig, evaluate_actions, frozen_copy, generate, row_lengths
 from plumbing.checkpoints import load_checkpoint, save_checkpoint
-from plumbing.errors import UserError
 from plumbing.flags import RunConfig, explanations
 from plumbing.models import load_algorithm, load_models
 from plumbing.rows import batch_of, pad_completions, read_ids

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import torch
 
+from data.files import UserError
 from minippo import row_lengths
 from plumbing.checkpoints import load_checkpoint
-from plumbing.errors import UserError
 
 
 def mean(tokens, mask, sft):

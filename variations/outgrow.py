@@ -8,9 +8,10 @@ report is that of --algorithm grpo; -h shows those of its flags that TRL has too
 
 from importlib.util import find_spec
 
+from data.files import UserError
 from minippo import score_responses
 from plumbing.checkpoints import save_checkpoint
-from plumbing.errors import UserError, run_script
+from plumbing.errors import run_script
 from plumbing.flags import RunConfig, read_flags
 from plumbing.hf import export, read_gpt2
 from plumbing.models import load_models
