@@ -381,8 +381,8 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #                   = E[ grad log p(y) score(y) ]               (the log-derivative trick)
 #
 # This is the *policy gradient*, a mean over samples again. So sample responses, and make each one
-# more probable, or less, in proportion to its score. (The policy learns only from what it tries:
-# hence *exploration*.)
+# more probable, or less, in proportion to its score. What is never tried is never learned: trying
+# is called *exploration*.
 #
 # The KL is simply more reward. J has score - beta * (log p - log ref) in place of the score, which
 # depends on the policy itself. The product rule gives one more term:
@@ -489,8 +489,7 @@ def gae(rewards, values, mask, gamma, lam):
 
 
 def whiten(x, mask):
-    """Shift and scale x, (B, T-1), to mean 0 and standard deviation 1 over the mask, all response
-    tokens of the batch; 0 elsewhere.
+    """Shift and scale x, (B, T-1), to mean 0 and standard deviation 1 over the mask; 0 elsewhere.
 
     So the policy's step does not depend on the scale of the rewards: scores, beta and values times
     10 give the same credit. The shift is one more baseline. Returns are never whitened: the values
@@ -523,8 +522,8 @@ def whiten(x, mask):
 #     A > 0       ratio * A * grad log pi    ratio * A * grad log pi    0
 #     A < 0       0                          ratio * A * grad log pi    ratio * A * grad log pi
 #
-# So nothing is gained by leaving the range on the side that A asks for. (But one step can jump over
-# its edge.) The derivation has a sum over the tokens of a response, the loss a mean over all tokens
+# So nothing is gained by leaving the range on the side that A asks for, but one step can jump over
+# its edge. The derivation has a sum over the tokens of a response, the loss a mean over all tokens
 # of a step. With many responses that is about a constant factor; with few, long ones count less.
 
 
