@@ -27,7 +27,8 @@ in nats (the unit of natural logarithms). Beta is the price of a nat. PPO repeat
     reference         the SFT model; frozen                               log ref of each token
     reward model      the SFT model with a new head, trained; now frozen  one score per response
 
-Shapes: B rows in a batch, T columns, C channels, H attention heads, V tokens in the vocabulary.
+Shapes: B rows in a batch, T columns, C channels, H attention heads, V tokens in the vocabulary; N
+positions that a mask picks.
 One convention holds everywhere. A row is a prompt, its response, then padding, and starts at column
 0. (Causal attention looks only to the left, so no response ever sees its padding.) Choosing token
 t + 1 is the *action* taken in the *state* "tokens 0 .. t have been read", and every number about
@@ -48,12 +49,13 @@ last action counts as 0. (Two settings, gamma and lam, are 1 here.)
 
     delta        .      0.15   0.22   0.18   .              reward + next value - value
     advantage    .      0.55   0.40   0.18   .              sum of this delta and all later ones
-    return       .      1.35   1.40   1.38   .              rewards from here on; advantage + value
+    return       .      1.35   1.40   1.38   .              advantage + value: rewards from here on
     credit       .      1.14   0.15  -1.29   .              the advantages of the batch, shifted and
                                                             scaled to mean 0, variance 1: *whitened*
 
 Phase 4 makes actions with a credit above 0 more probable, and the others less. (<eos> turned out
-better than expected, but by less than the others.) Its numbers follow where the loss is explained.
+better than expected, but less so than the average, which whitening subtracts.) Its numbers follow
+where the loss is explained.
 """
 
 import copy
@@ -103,8 +105,8 @@ class Attention(nn.Module):
     def attend(self, qkv, cache=None):
         """Queries, keys and values side by side, (B, T, 3C) -> (B, T, C).
 
-        cache: a list, empty or [keys, values] of the positions before (then T is 1), to which those
-        of the T positions are added.
+        cache: a list, empty at first, then [keys, values] of the positions before. Those of these T
+        positions are appended; once it holds some, T is 1.
         """
         q, k, v = (x.unflatten(-1, (self.heads, -1)) for x in qkv.chunk(3, -1))  # (B, T, H, C/H)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, C/H)
@@ -384,8 +386,8 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # more probable, or less, in proportion to its score. What is never tried is never learned: trying
 # is called *exploration*.
 #
-# The KL is simply more reward. J has score - beta * (log p - log ref) in place of the score, which
-# depends on the policy itself. The product rule gives one more term:
+# The KL is more reward. J has score - beta * (log p - log ref) in place of the score. This contains
+# log p, which has a gradient too, so the product rule gives one more term:
 #
 #     grad J = E[ grad log p (score - beta * (log p - log ref)) ] - beta * E[ grad log p ]
 #
@@ -410,8 +412,9 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #    it, the sampler is called the *old* policy, and the next steps are *off-policy*. The *ratio*
 #    pi / old corrects for that, choice by choice (*importance sampling*): E_old[ratio * A] =
 #    sum_a old(a) (pi(a) / old(a)) A(a) = E_pi[A]. (The states are still those that old reached.)
-#    Its gradient is ratio * A * grad log pi. An update begins at ratio 1, and there this is the
-#    policy gradient. Far from 1, a few large ratios dominate. So PPO clips the ratio.
+#    Its gradient is ratio * A * grad log pi, because grad pi = pi grad log pi. An update begins at
+#    ratio 1, and there this is the policy gradient. Far from 1, a few large ratios dominate. So PPO
+#    clips the ratio.
 #
 # Do not confuse two policies: the old one sampled this batch, a few gradient steps ago. The
 # reference is the SFT model, frozen. The ratio compares pi with old; the KL, pi with ref. The clip
@@ -468,13 +471,15 @@ def gae(rewards, values, mask, gamma, lam):
                                       lam 0      0.15   0.22   0.18
 
     lam = 1, the default, gives the sampled return less the value (*Monte Carlo*): right on average,
-    and noisy. lam = 0 gives delta alone, which takes the next value on trust (*bootstrap*): steady,
-    and as wrong as the values are. Between them, A is a weighted mean of advantages that sample n =
-    1, 2, 3, ... rewards before they trust a value, with weights (1 - lam) lam^(n - 1); the longest
-    one gets the remaining weight. 1 is best where responses are short: there is little noise, and
-    the values are still being learned. gamma below 1 discounts a reward for each token that it lies
-    ahead. That is for tasks without an end; for text 1 is usual. No reward follows the last action,
-    so the value after it counts as 0, also where the length limit cut the response off.
+    but noisy. lam = 0 gives delta alone, which trusts the next value (*bootstrap*): less noisy, but
+    wrong where the values are wrong. Between them, A is a weighted mean of advantages that sample
+    n = 1, 2, 3, ... rewards before they trust a value, with weights (1 - lam) lam^(n - 1); the
+    longest one gets the remaining weight. lam = 1 suits short responses: there is little noise, and
+    the values are still being learned.
+
+    gamma below 1 makes a reward count less for each token that it lies ahead. That is for tasks
+    without an end; for text 1 is usual. No reward follows the last action, so the value after it
+    counts as 0, even if the length limit cut the response off.
     """
     check_mask(mask, rewards, values)
     rewards, values = torch.where(mask, rewards, 0.0), torch.where(mask, values, 0.0)
@@ -508,7 +513,7 @@ def whiten(x, mask):
 #     ratio          1.28   1.11   0.74     pi now / pi: exp(log pi now - log pi)
 #     clipped        1.20   1.11   0.80
 #     ratio * A      1.46   0.17  -0.96
-#     clipped * A    1.37   0.17  -1.04     loss: minus the mean of the smaller ones, -0.17
+#     clipped * A    1.37   0.17  -1.04     loss: -(1.37 + 0.17 - 1.04) / 3 = -0.17
 #     gradient       0      0.17   0        times grad log pi
 #
 # Where the clipped product is the smaller one, there is no gradient, because a clipped ratio is a
@@ -516,15 +521,17 @@ def whiten(x, mask):
 # not the clipped one? Tokens share the weights, so others may have moved a ratio the wrong way.
 # If the first token, with A = 1.14, had fallen to 0.74, the clip alone would freeze it there. But
 # 0.74 A = 0.84 is less than 0.80 A = 0.91, and has a gradient: it is pulled back up. Likewise, if
-# the last one, with A = -1.29, had risen to 1.28: -1.66 is less than 1.20 A = -1.55. In all:
+# the last one, with A = -1.29, had risen to 1.28: -1.66 is less than 1.20 A = -1.55, and the ratio
+# is pushed back down. In all:
 #
 #     gradient    ratio < 1 - eps            in between                 ratio > 1 + eps
 #     A > 0       ratio * A * grad log pi    ratio * A * grad log pi    0
 #     A < 0       0                          ratio * A * grad log pi    ratio * A * grad log pi
 #
 # So nothing is gained by leaving the range on the side that A asks for, but one step can jump over
-# its edge. The derivation has a sum over the tokens of a response, the loss a mean over all tokens
-# of a step. With many responses that is about a constant factor; with few, long ones count less.
+# its edge. The derivation sums over the tokens of a response; the loss divides by the number of
+# tokens in the step. With many responses this number hardly changes. With few, a long response
+# raises it, so each token counts less.
 
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):

@@ -79,7 +79,7 @@ def main():
         lr = set_lr(optimizer, step, stage)
         asked = batch_of(prompts, step, stage.batch_size // k, run.seed)
         asked = [prompt for prompt in asked for _ in range(k)]
-        batch = rollout_in_pieces(policy, ref, score, asked, config)  # phases 1 and 2
+        batch = rollout_in_pieces(policy, ref, score, asked, config)  # phases 1 and 2: rollout()
         batch |= algorithm.compute_advantages(batch, config)  # phase 3
         stats = ppo_update(policy, optimizer, batch, config, algorithm.loss)  # phase 4
         stats |= batch_metrics(batch, config) | {"lr": lr}

@@ -50,7 +50,7 @@ def main():
     )
     prepare(run)
 
-    # Data, models, optimizer
+    # Data, models, optimizer. for_rows(): --steps, or --epochs if that is sooner
     sft, tokenizer, _ = load_checkpoint(run.out / "sft.pt", ["sft"], run.device)
     pairs = read_ids(run.data, "pref", "train", tokenizer, sft.config.context)
     val_pairs = read_ids(run.data, "pref", "val", tokenizer, sft.config.context)

@@ -63,7 +63,7 @@ def main():
         print(f"{run.data} is not there yet: making the default data")
         write_data(run.data)
 
-    # Data, model, optimizer
+    # Data, model, optimizer. for_rows(): --steps, or --epochs if that is sooner
     texts = read_rows(run.data, "sft", "train")
     model, tokenizer = first_model(texts, shape, start.init)
     model = packed(model.to(run.device), run.dtype, run.grad_checkpoint).train()
