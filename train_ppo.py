@@ -38,7 +38,7 @@ class StageConfig:
     kl_horizon: float = math.inf  # responses in which beta may change by 20 %; inf: never [1, inf]
     ref_update_every: int = 0  # iterations after which the policy replaces ref; 0: never [0, inf]
     separate_critic: bool = False  # a value network of its own, started from the reward model
-    models: str = ""  # folder of sft.pt and rm.pt; if it is empty, --out
+    models: str = ""  # folder of sft.pt and rm.pt; if empty, --out; if not ppo, the one around it
     policy: str = ""  # checkpoint to start from, out/ppo.pt for a second round; sft.pt otherwise
     reward: str = ""  # module:function, (prompts, responses) -> scores, instead of the reward model
     no_report: bool = False  # end without measuring the result on the validation prompts
@@ -47,14 +47,14 @@ class StageConfig:
 def main():
     # By default: PPOConfig, compute_advantages and ppo_loss of minippo.py
     algorithm = load_algorithm(name := peek("algorithm", "ppo"))
-    out, folder = ("out", "") if name == "ppo" else (f"out/{name}", "out")
-    defaults = RunConfig(out=out), algorithm.Settings(), StageConfig(models=folder)
+    out = "out" if name == "ppo" else f"out/{name}"
+    defaults = RunConfig(out=out), algorithm.Settings(), StageConfig()
     run, config, stage = read_flags(__doc__, *defaults, without=algorithm.UNREAD)
     check_settings(config, stage)
     prepare(run)
 
     # Models, prompts, optimizer. score(tokens, mask) asks the reward model, or --reward.
-    folder = stage.models or run.out
+    folder = stage.models = stage.models or (run.out if name == "ppo" else run.out.parent)
     models = load_models(folder, run.device, stage.policy, stage.reward, stage.separate_critic)
     packed(models.networks(), run.dtype, run.grad_checkpoint)  # in place
     policy, ref, score = models.policy.eval(), models.ref, models.score

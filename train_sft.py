@@ -30,6 +30,7 @@ from plumbing.training import (
     set_lr,
     warn_of_long_answers,
 )
+from plumbing.watch import doubts_about
 
 
 @dataclass
@@ -94,6 +95,8 @@ def main():
     save_checkpoint(run.out / "sft.pt", "sft", model, tokenizer, **figures)
     fit.finish()
     print(f"saved {run.out / 'sft.pt'}: validation loss {figures['val_loss']:.4f} nats/token")
+    for doubt in doubts_about(figures, choices=tokenizer.vocab_size):
+        print(doubt)
 
 
 @torch.no_grad()

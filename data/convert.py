@@ -76,7 +76,7 @@ def value_of(where, row, keys):
             raise UserError(f"{where}: no {key!r} in {json.dumps(row)[:60]}")
         if isinstance(row[key], list) and keys == key:
             return [message(where, x) for x in row[key]]
-        if not isinstance(row[key], str):
+        if row[key] is not None and not isinstance(row[key], str):
             found = json.dumps(row[key])[:40]
             raise UserError(f"{where}: {key!r} should be text or a list of messages, found {found}")
         texts.append(row[key])
@@ -118,6 +118,8 @@ def make_row(values, has_prompt):
     if has_prompt:
         prompt, *answers = values
         prompt = render(prompt)
+        if any(TURN in x if isinstance(x, str) else len(x) > 2 for x in answers):
+            raise Skip("an answer is a whole chat: leave out --prompt")
         answers = [x if isinstance(x, str) else cut(x)[1] for x in answers]
     else:
         prompts, answers = zip(*map(cut, values))
@@ -141,7 +143,9 @@ def convert(path, keys, where_key="", ignored=()):
         values = [value_of(where, row, key) for key in keys.values()]
         unused |= {key for key in row.keys() - used if row[key] not in ("", None)}
         try:
-            if where_key and str(row.get(where_key)).lower() not in ("true", "1", "1.0"):
+            if where_key and where_key not in row:
+                raise UserError(f"{where}: no {where_key!r} in {json.dumps(row)[:60]}")
+            if where_key and str(row[where_key]).lower() not in ("true", "1", "1.0"):
                 raise Skip(f"{where_key} is not true")
             made = make_row(values, "prompt" in keys)
             if made in rows:

@@ -106,3 +106,7 @@ def write_rows(folder, task, rows, overwrite, share=SHARE):
         if part:
             write_jsonl(path, part)
             print(f"{path}: {len(part):,} rows written")
+        elif path.exists():
+            both = {row[0] for row in load_rows(path, task)} & {row[0] for row in rows}
+            if both:
+                print(f"warning: {len(both):,} of these prompts are in {path} too")

@@ -37,6 +37,8 @@ class RunConfig:
     tensorboard: bool = False  # write the metrics for TensorBoard too, into out/tensorboard
 
     def __post_init__(self):
+        if not str(self.out):
+            raise UserError("--out is empty; . means this folder")
         self.data, self.out = Path(self.data), Path(self.out)
         if self.device not in ("auto", "cpu", "cuda"):
             raise UserError(f"--device {self.device}: should be auto, cpu or cuda")

@@ -59,7 +59,7 @@ def load_models(folder, device, policy="", reward="", separate_critic=False):
     reward_model, ref = None, frozen_copy(sft)
     policy = load_descendant("--policy", policy, ["ppo", "sft"])[0] if policy else sft
     if reward:
-        function, made_from["reward"] = load_function(reward)
+        function, made_from["the code of --reward"] = load_function(reward)
         score = text_reward(function, tokenizer, root)
     else:
         reward_model, facts["rm"] = load_descendant("rm.pt", folder / "rm.pt", ["rm"])

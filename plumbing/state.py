@@ -50,6 +50,7 @@ class State:
         for part in (run, *settings):
             values = part if isinstance(part, dict) else dataclasses.asdict(part)
             self.settings |= {name: x for name, x in values.items() if name not in FREE_SETTINGS}
+        self.contents = {"data"}.union(*(x for x in settings if isinstance(x, dict)))
         self.path, self.log_path = run.out / f"{kind}_state.pt", run.out / f"{kind}.jsonl"
         self.model_path = run.out / f"{kind}.pt"
         if run.tensorboard:
@@ -75,7 +76,9 @@ class State:
         names = sorted(self.settings.keys() | old.keys())
         differ = [name for name in names if old.get(name) != self.settings.get(name)]
         if differ:
-            saved = ", ".join(f"{name} = {old.get(name)}" for name in differ)
+            other = self.contents  # of these only fingerprints are known
+            saved = [f"other {x}" if x in other else f"{x} = {old.get(x)}" for x in differ]
+            saved = ", ".join(saved)
             raise UserError(f"{self.path} was saved with {saved}; repeat that, or {again}")
         try:
             for name, part in self.parts.items():

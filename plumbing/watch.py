@@ -37,13 +37,14 @@ def check_settings(config, stage):
         raise UserError("--head_lr_factor has no effect with --separate_critic; leave it out")
 
 
-def doubts_about(rm):
-    """What its validation says against a reward model, in sentences. rm: its figures."""
-    if rm.get("val_loss", 0.0) >= math.log(2):
-        yield "warning: at no time was the reward model better than guessing (loss 0.693)"
-    pairs = rm.get("val_pairs", math.inf)  # by chance a half is right, ± 0.5 / sqrt(pairs)
-    if rm.get("val_accuracy", 1.0) <= 0.5 + 1 / math.sqrt(pairs):
-        right = f"{100 * rm['val_accuracy']:.1f} % of {pairs:,} validation pairs right"
+def doubts_about(figures, choices=2):
+    """What its validation says against a model that chooses, in sentences."""
+    guess = math.log(choices)
+    if figures.get("val_loss", 0.0) >= guess:
+        yield f"warning: at no time was the model better than guessing (loss {guess:.3f})"
+    pairs = figures.get("val_pairs", math.inf)  # by chance a half is right, ± 0.5 / sqrt(pairs)
+    if figures.get("val_accuracy", 1.0) <= 0.5 + 1 / math.sqrt(pairs):
+        right = f"{100 * figures['val_accuracy']:.1f} % of {pairs:,} validation pairs right"
         yield f"warning: {right} is not clearly better than chance; the reward may be noise"
 
 

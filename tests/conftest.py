@@ -1,9 +1,14 @@
+import signal
+
 import pytest
 import torch
 
 # The tensors of the tests are tiny: more threads would only wait for each other. And the order of
 # sums, so the last bit of a result, depends on their number.
 torch.set_num_threads(1)
+# What starts the tests may ignore these, as nohup does; a script then does not hear them.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

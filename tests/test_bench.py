@@ -120,6 +120,8 @@ def test_runs_become_tables_and_pictures(tmp_path, monkeypatch):
     assert found["neighbours"]["DPO"]["seconds to a judge of 2.5"] == [50.5, 0.5]
     assert found["paths"]["default"]["kl"] == [12.5, 22.5, 32.5]
     assert found["curves"]["kl"][1] == [14, 8]
+    log = [{"judge": 0.0, "seconds": 1.0}] * 10 + [{"judge": 25.0, "seconds": 2.0}]
+    assert results.seconds_to(2.5, log) == 2.0 and results.seconds_to(2.6, log) is None
     assert results.jumps([9.0] + [1.0] * 100 + [1.9, 2.1, 1.0, 2.1]) == 2
     assert tables.mean_and_error([2.0]) == [2.0, None]
     pytest.importorskip("matplotlib")
@@ -133,9 +135,10 @@ def test_a_pretrained_run_becomes_a_row(monkeypatch):
     pytest.importorskip("transformers")
     from bench import pretrained
 
-    pairs = [("the film", "is good", "is bad"), ("a good", "plot", "mess")]
+    pairs = [("the film", "is good", "is bad"), ("a good", "plot with more words", "mess")]
     judge = pretrained.naive_bayes(pairs)
     assert judge("good plot") and not judge("bad film") and not judge("mess")
+    assert not judge("film")  # as often in good reviews, which have more words in all
     monkeypatch.setattr(pretrained, "sentiments", lambda texts: [len(x) for x in texts])
     clock = iter([0, 1, 2, 4, 5, 8, 10, 11, 14, 19, 20, 30, 60])
     monkeypatch.setattr(pretrained.time, "perf_counter", lambda: next(clock))

@@ -46,6 +46,10 @@ TRL = {"q": chat("1"), "a": chat("", "2")[1:], "b": chat("", "3")[1:]}
 ULTRAFEEDBACK = {"q": "1\n", "a": chat("1", "2"), "b": "\n3"}
 Q = "User: 1\nAssistant:"
 BAD_PAIRS = [dict(zip("qab", texts)) for texts in (" 12", "1\n2", ("1", "2", " 2\n"))]
+WHOLE = [
+    {"q": "1", "a": chat("1", "2", "3", "4"), "b": "5"},
+    {"q": "1", "a": "2", "b": talk("1", "2")},
+]
 BAD_CHATS = [{"m": x} for x in ([], chat("1", "2", "3"), "Human: 1", chat("", "2")[1:])]
 
 
@@ -64,7 +68,9 @@ BAD_CHATS = [{"m": x} for x in ([], chat("1", "2", "3"), "Human: 1", chat("", "2
         (CHAT, [{"m": talk("1", "2", "3", "4 \n")}], [(talk("1", "2", "3", "")[:-1], " 4")]),
         (PAIR, [CHATS, HH], [(Q, " 2", " 3"), (talk("1", "")[:-1], " 2", " 3")]),
         (PREF, [TRL, ULTRAFEEDBACK], [(Q, " 2", " 3"), ("1\n", "2", "\n3")]),
+        (SFT, [{"q": "1", "a": "2"}, {"q": None, "a": "2"}], [("1", " 2")]),
         # Rows that teach nothing are skipped; without any other, that is a fault.
+        (PREF, WHOLE, "2 skipped; an answer is a whole chat: leave out --prompt: 2"),
         (PREF, BAD_PAIRS, "0 rows kept, 3 skipped; empty prompt or answer: 2; equal answers: 1\n"),
         (
             CHAT,
@@ -91,6 +97,7 @@ BAD_CHATS = [{"m": x} for x in ([], chat("1", "2", "3"), "Human: 1", chat("", "2
         (SFT, 'q,a\n1,"2\n', "cannot be read (unexpected end of data)"),
         (SFT, ALPACA, "without 'input' a row may mean something else; add it to --prompt"),
         (SFT, KTO, "add --where label, or leave it out with --ignore label"),
+        (SFT + " --where c", ALPACA[:1], """no 'c' in {"q": "1", "input": "", "a": "2"}"""),
         (SFT + " --messages m", "{}", "-h shows which flags go together"),
         *((f"{PROMPTS} --val {x}", "{}", "--val is between 0 and 1") for x in (-0.1, 1.1, "nan")),
     ],
@@ -128,8 +135,10 @@ def test_a_file_is_replaced_on_request_alone_and_no_old_one_stays_beside_new_row
     aside = held_out(row["q"] for row in rows)
     assert {q for q, *_ in rows_of(out, "sft_val", "prompts_val")} == aside
     (out / "prompts_val.jsonl").unlink()  # from another file of the publisher
-    assert convert(tmp_path, rows, PROMPTS + " --val 1")[0] == 0
-    assert rows_of(out, "prompts_val") == [(row["q"],) for row in rows]
+    status, said, _ = convert(tmp_path, [*rows, {"q": "new"}], PROMPTS + " --val 1")
+    assert rows_of(out, "prompts_val") == [*((row["q"],) for row in rows), ("new",)]
+    both = 99 - len(aside)
+    assert status == 0 and f"warning: {both} of these prompts are in {out}/prompts_train" in said
 
 
 def test_a_command_names_the_file_that_it_cannot_read_or_write(tmp_path):

@@ -37,6 +37,10 @@ def test_a_checkpoint_brings_back_the_same_model_its_tokenizer_and_the_facts(tmp
         assert found.tokens == tokenizer.tokens and facts == {"val_loss": 1.25}
         assert loaded.config == model.config and not loaded.training
         assert fingerprint(loaded) == fingerprint(model) != fingerprint(stir(loaded.train()))
+        if kind == "rm":  # mean, std and cap count too
+            name = fingerprint(loaded)
+            loaded.cap += 1
+            assert fingerprint(loaded) != name
         load_weights(path, kind, loaded)
         assert fingerprint(loaded) == fingerprint(model) and not loaded.training
 
@@ -102,8 +106,9 @@ def test_a_function_is_known_by_its_file_and_scores_texts_or_tokens(folder, monk
     for number in (1.5, 2.5, 1.5):
         (folder / "my_taste.py").write_text(f"def score(*texts):\n    return {number}, -1e6")
         models = load_models(folder, "cpu", reward="my_taste:score")
-        names.append(models.made_from["reward"])
+        names.append(models.made_from["the code of --reward"])
     assert names[0] == names[2] != names[1] and models.reward_model is None
+    assert not models.made_from.keys() & vars(StageConfig()).keys()  # both are compared
     assert models.score(TOKENS, MASK).tolist() == [1.5, -1e6]
     text_reward(lambda *x: names.append(x) or [1, 2], BYTES, "")(TOKENS, MASK)
     assert names[3] == (["AB", "D"], ["C", "E"])
@@ -113,8 +118,9 @@ def test_a_function_is_known_by_its_file_and_scores_texts_or_tokens(folder, monk
 
     reads_tokens.reads_tokens = True
     assert text_reward(reads_tokens, BYTES, "its SFT model")(1, 2) == (1, 2, "its SFT model")
-    with pytest.raises(UserError, match="not -1000001.0 for 'DE'"):
-        text_reward(lambda *_: [0, -1000001], BYTES, "")(TOKENS, MASK)
+    for x in (-1000001.0, nan):
+        with pytest.raises(UserError, match=f"not {x} for 'DE'"):
+            text_reward(lambda *_, x=x: [0, x], BYTES, "")(TOKENS, MASK)
 
 
 # What watches
@@ -130,6 +136,8 @@ def test_a_reward_model_no_better_than_chance_is_doubted():
         rm = {"val_accuracy": accuracy, "val_pairs": pairs, "val_loss": loss}
         found = list(watch.doubts_about(rm))
         assert len(found) == len(says) and all(map(str.__contains__, found, says))
+    for loss, count in ((2.30, 0), (2.31, 1)):  # log 10 = 2.303
+        assert len([*watch.doubts_about({"val_loss": loss}, choices=10)]) == count
 
 
 # What is given, and what is said; an exclamation mark if the run ends.

@@ -56,6 +56,8 @@ def test_the_page_holds_logs_traces_and_report_with_five_digits_and_no_more_poin
     assert data["steps"] == 601 and data["report"] == REPORT and data["traces"] == rounded(traces)
     _, score, kl = data["curves"]["ppo"].values()
     assert score["x"] == [*range(2, 602, 3), 601] and score["y"][:2] == [0.66667, 1.6667]
+    (folder / "round").mkdir()  # the logs of stages 1 and 2 are elsewhere
+    assert data_in_page(folder / "round", folder)["curves"] == data["curves"] | {"ppo": {}}
     assert len(kl["x"]) == 299 and (kl["x"][0], kl["y"][0]) == (4.5, 1.0)
     (folder / "ppo.jsonl").unlink()  # nothing is logged yet
     data = data_in_page(folder)
@@ -86,8 +88,10 @@ def test_in_a_browser_everything_is_there_and_a_token_shows_its_numbers(folder, 
         for words in ("RLOO did", "iteration 601 of 900", "0.01 ± 0.02", "of note", "KL 2.25"):
             assert words in text
         assert page.locator("h4").all_inner_texts()[1:3] == ["KL", "SFT: loss"]
+        scale = page.inner_text("#high")
         page.locator("#stop").fill("1")
         assert page.inner_text("#when") == "iteration 600"
+        assert page.inner_text("#high") == scale  # one for all iterations
         for row, i in ((0, 1), (1, -1)):  # the highest score first
             columns = line_of_traces(600)["responses"][1 - row]["columns"]
             tokens = page.locator(".response").nth(row).locator(".token")

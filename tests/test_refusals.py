@@ -34,6 +34,7 @@ sft --device cuda -> --device cuda: this PyTorch sees no CUDA GPU; use --device 
 sft --dtype float16 -> --dtype float16: should be float32 or bfloat16
 sft --resume -> --resume goes on ... --overwrite begins again: give one of them
 sft --out DIR/sft.pt -> sft.pt: File exists
+sft --out '' -> --out is empty; . means this folder
 ppo --batch_size 1 -> --batch_size 1: should be at least --minibatches 2
 ppo --adam_eps 0 -> --adam_eps 0.0: should be between 1e-12 and 1
 ppo --kl_coef 0 --kl_horizon 9 -> --kl_horizon has no effect with --kl_coef 0

@@ -165,6 +165,7 @@ def test_the_most_frequent_pair_is_merged_first_with_ties_the_same_everywhere():
     learned = "cb|aa| b|ac|ab| c|  | cb| bb| ac|cbb| aa|acb|cc|abc|ccbb|cac|abb|aac"
     tokens = Tokenizer.train([text[:155], text[155:]], 256 + 20).tokens[256:]
     assert b"|".join(tokens).decode() == learned  # as if pairs were counted anew for every merge
+    assert len(Tokenizer.train(["abcd"], 300).tokens) == 256  # no pair occurs twice
     # No token spans two words, which are those of GPT-2.
     tokens = Tokenizer.train(["it's 12 a-b  c"] * 9, 999).tokens[256:]
     assert set(tokens) == {b"it", b"'s", b"12", b" 12", b" a", b" c"}

@@ -393,7 +393,7 @@ SAMPLE = """n=1[1,inf] temperature=1.0[0.01,inf] max_new_tokens=64[1,inf] seed=0
         ("train_sft.py", RUN + FIT + GPTS + "steps=1300[1,inf] epochs=12[1,inf] lr=0.003[0,inf]"),
         ("train_rm.py", RUN + FIT + ANSWERS + "steps=1950[1,inf] epochs=2[1,inf] lr=0.001[0,inf]"),
         ("train_ppo.py", RUN + STAGE + NOT_RLOO + "models="),
-        ("train_ppo.py --algorithm rloo", RUN + STAGE + "k=4[2,inf] models=out"),
+        ("train_ppo.py --algorithm rloo", RUN + STAGE + "k=4[2,inf] models="),
         ("sample.py", SAMPLE),
     ],
 )
@@ -435,10 +435,12 @@ def test_bfloat16_changes_the_rounding_alone(tmp_path):
     torch.set_default_dtype(torch.float64)
 
 
-def test_a_validation_loss_that_is_no_number_ends_the_run(tmp_path):
+def test_a_validation_loss_that_is_no_number_ends_the_run_and_a_large_one_is_said(tmp_path):
     folder = write_data(tmp_path / "data")
     status, _, error = stage("sft", folder, tmp_path, "--lr", 1e300, "--steps", 1)
     assert status == 2 and "step 1: the validation loss is" in error
+    said = stage("sft", folder, tmp_path, "--lr", 30, "--steps", 2, "--overwrite")[1]
+    assert "warning: at no time was the model better than guessing (loss 5." in said
 
 
 @pytest.mark.parametrize(

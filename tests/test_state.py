@@ -141,11 +141,11 @@ def test_a_run_goes_on_with_the_same_settings_data_and_models_alone(
         assert go(kind, stopped)[0] == 130
     for i, change in enumerate(CHANGES[kind].split()):
         folder = shutil.copytree(stopped, tmp_path / str(i))
-        path, given, says = folder / change, [], "was saved with data = "
+        path, given, says = folder / change, [], "was saved with other data"
         if change.startswith("--"):
             given, says = [change], f"was saved with {change[2:].split('=')[0]} = "
         elif change.endswith(".pt"):
-            contents, says = torch.load(path), f"was saved with {change} = "
+            contents, says = torch.load(path), f"was saved with other {change}; "
             contents["model"]["trunk.norm.bias"] += 1
             torch.save(contents, path)
         else:
@@ -268,6 +268,9 @@ def test_the_screen_and_the_log_show_steps_and_their_time(tmp_path, capsys, cloc
     ]
     line = {"step": 6, "loss": 0.5, "idle": 1, "tokens_per_second": 67, "seconds": 6.5}
     assert json.loads((tmp_path / "sft.jsonl").read_text().splitlines()[5]) == line
+    timed(clock, [2], tmp_path, steps=9, resume=True)  # its time is added
+    line |= {"step": 9, "tokens_per_second": 50, "seconds": 69.5}
+    assert json.loads((tmp_path / "sft.jsonl").read_text().splitlines()[8]) == line
 
 
 def test_tensorboard_has_each_number_once_at_its_time(tmp_path, monkeypatch, clock):

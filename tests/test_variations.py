@@ -406,7 +406,7 @@ def test_dpo_is_these_steps_even_if_interrupted(made, tmp_path, monkeypatch, rep
     assert found == [[x for x, *_ in texts(made, y)] for y in ("pref_train", "prompts_val")]
     assert reported[5].algorithm == ("ipo" if ipo else "dpo")
     write_rows(tmp_path / "data", pref_train=texts(made, "pref_train")[1:])
-    assert "with data = " in run("variations/dpo.py", *flags, tmp_path / "data", "--resume")[2]
+    assert "with other data; " in run("variations/dpo.py", *flags, tmp_path / "data", "--resume")[2]
 
 
 def test_an_ensemble_scores_by_the_mean_or_the_lowest_of_its_members(made, tmp_path, monkeypatch):
@@ -436,6 +436,10 @@ def test_an_ensemble_scores_by_the_mean_or_the_lowest_of_its_members(made, tmp_p
         ensemble.mean(ids, mask, facts["sft"])
 
 
+def bad_label(*given):
+    return given
+
+
 def label(rng, prompt, a, b):
     return {"prompt": prompt, "chosen": f"{a}|{rng.random()}", "rejected": b}
 
@@ -447,6 +451,10 @@ def test_iterated_labels_are_of_both_models(made, tmp_path):
     assert stage("ppo", data, first, "--temperature=0.8", "--lr=0.02", "--models", made)[0] == 0
     flags = "--models", made, "--data", data, "--out", first, "--seed", 3, *CPU
     flags += "--pairs", 300, "--label", "test_variations:label"
+    bad = *flags[:-1], "test_variations:bad_label"
+    assert (
+        "a dict of texts, prompt, chosen, rejected, not (" in run("variations/iterate.py", *bad)[2]
+    )
     assert run("variations/iterate.py", *flags)[::2] == (0, "")
     defaults = "data/zoo", "out", "out/1", "auto", "data.zoo:label", 8000, 0
     assert astuple(iterate.IterateConfig()) == defaults

@@ -66,9 +66,9 @@ def log_ratios(policy, ref, pairs, temperature):
 
 
 def main():
-    defaults = RunConfig(out="out/dpo"), Settings(), StageConfig(models="out")
+    defaults = RunConfig(out="out/dpo"), Settings(), StageConfig()
     run, config, stage = read_flags(__doc__, *defaults, without=UNREAD)
-    stage.algorithm = "ipo" if config.ipo else "dpo"
+    stage.algorithm, stage.models = "ipo" if config.ipo else "dpo", stage.models or run.out.parent
     prepare(run)
     models = load_models(stage.models, run.device, stage.policy, stage.reward)
     packed(models.networks(), run.dtype, run.grad_checkpoint)

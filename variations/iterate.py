@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from data.files import write_jsonl
+from data.files import UserError, write_jsonl
 from data.rows import KEYS, load_rows, read_rows
 from minippo import generate
 from plumbing.checkpoints import read_contents
@@ -58,7 +58,13 @@ def main():
             texts += texts_of(models.tokenizer, *sampled[:2])[1]
         answers.append(texts)
     pairs = [dict(zip(KEYS["pref"], row)) for row in load_rows(data / "pref_train.jsonl", "pref")]
-    pairs += [label(rng, prompt, a, b) for prompt, a, b in zip(asked, *answers) if a != b]
+    for prompt, a, b in zip(asked, *answers):
+        if a != b:
+            row = label(rng, prompt, a, b)
+            if not isinstance(row, dict) or any(type(row.get(x)) is not str for x in KEYS["pref"]):
+                wanted = f"a dict of texts, {', '.join(KEYS['pref'])}"
+                raise UserError(f"--label: should return {wanted}, not {repr(row)[:80]}")
+            pairs.append(row)
     copy_files(config.models, "sft.pt", out)  # train_rm.py wants it there
     copy_files(data, "pr*_*.jsonl", out / "data")
     write_jsonl(out / "data/pref_train.jsonl", pairs)

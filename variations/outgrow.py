@@ -79,9 +79,10 @@ def main(train=train_grpo, name="grpo_of_trl"):
         raise UserError("the package trl is missing; pip install trl==1.12.0")
     from accelerate import PartialState  # comes with it
 
-    defaults = RunConfig(out="out/outgrow"), Settings(), StageConfig(models="out")
+    defaults = RunConfig(out="out/outgrow"), Settings(), StageConfig()
     run, config, stage = read_flags(__doc__, *defaults, without=(*UNREAD, *NOT_IN_TRL))
-    stage.algorithm, process = name, PartialState(cpu=run.device == "cpu")
+    stage.algorithm, stage.models = name, stage.models or run.out.parent
+    process = PartialState(cpu=run.device == "cpu")
     run.device = str(process.device)  # each process has a GPU of its own
     models = load_models(stage.models, run.device)
     tokenizer, context = models.tokenizer, models.policy.config.context
