@@ -65,7 +65,7 @@ def main():
     optimizer = adamw(policy, stage.lr, head_lr_factor=stage.head_lr_factor, eps=stage.adam_eps)
     print(f"training on {run.device}: {len(prompts):,} prompts")
 
-    # How far the run has come
+    # State: the log, and how far the run has come. Watch: warnings, and what the page shows
     parts, data = {"policy": policy, "optimizer": optimizer}, (prompts, models.tokenizer.tokens)
     parts |= {"ref": ref} if stage.ref_update_every else {}  # else it is read from its file
     state = State("ppo", run, parts, data, config, stage, models.made_from)

@@ -60,7 +60,7 @@ def main():
     config = config.for_rows(len(pairs))
     print(f"training a reward model on {run.device}: {len(pairs):,} pairs")
 
-    # How far the run has come; validation, and the best weights
+    # State: the log, and how far the run has come. Fit: validation, and the best weights
     parts, made_from = {"model": model, "optimizer": optimizer}, {"sft.pt": fingerprint(sft)}
     data = pairs, val_pairs, prompts, tokenizer.tokens
     state = State("rm", run, parts, data, config, answers, model.config, made_from)

@@ -76,7 +76,7 @@ def main():
     size = sum(p.numel() for p in model.parameters()) / 1e6
     print(f"training a GPT of {size:.2f} M parameters on {run.device}: {len(rows):,} rows")
 
-    # How far the run has come (--resume goes on from there); validation, and the best weights
+    # State: the log, and how far the run has come. Fit: validation, and the best weights
     parts, data = {"model": model, "optimizer": optimizer}, (rows, val_rows, tokenizer.tokens)
     state = State("sft", run, parts, data, config, model.config)
     fit = Fit(state, model, tokenizer, validate, val_rows, config.micro_batch)
@@ -86,6 +86,7 @@ def main():
         lr = set_lr(optimizer, step, config)
         batch = batch_of(rows, step, config.batch_size, run.seed)
         optimizer.zero_grad()
+        # The gradient of sft_loss, in pieces of --micro_batch rows, each weighed by its tokens
         stats = backward(sft_loss, model, batch, config.micro_batch, completion_tokens)
         grad_norm = gradient_step(optimizer, config.max_grad_norm)
         fit.end_step(stats | {"grad_norm": grad_norm, "lr": lr}, batch)
