@@ -3,7 +3,7 @@
 RLHF (reinforcement learning from human feedback) turns a language model that merely imitates into
 one that does what people prefer, in three stages with a script each. Supervised fine-tuning (SFT,
 train_sft.py) imitates demonstrations. A reward model (train_rm.py) learns which of two answers
-people prefer. PPO (train_ppo.py) raises the reward model's score, but stays close to the SFT model.
+people prefer. PPO (train_ppo.py) trains for higher scores from it, but close to the SFT model.
 For prompts x, responses y sampled from the policy pi, and their scores, it maximises
 
     J(pi) = E[ score(x, y) ] - beta * KL(pi || ref)
@@ -71,7 +71,7 @@ import torch.nn.functional as F
 #
 # A GPT-2 (Radford et al., 2019). The policy adds a value head to it: one number per position. The
 # reward model has a score head in place of the vocabulary head: one number per row. In the settings
-# below, brackets hold the range that scripts allow.
+# below, brackets hold the range that the train scripts allow.
 
 
 @dataclass
@@ -139,7 +139,7 @@ class Block(nn.Module):
 
 class Trunk(nn.Module):
     """The body below the heads: tokens (B, T) -> hidden states (B, T, C). With read (B, T), only
-    those where it is true: (N, C). cache: see generate()."""
+    those where it is true: (N, C). cache: a list for each block, see Attention.attend()."""
 
     def __init__(self, config):
         super().__init__()
@@ -249,7 +249,7 @@ def row_lengths(mask):
     """mask (B, T-1) -> (B,): tokens of prompt and response. The last action is at length - 2.
     ValueError if a response is empty: it has no action, so its score could be paid nowhere."""
     if not mask.any(1).all():
-        raise ValueError("a response is empty: it needs a token, if only the end token")
+        raise ValueError("a response is empty: it needs a token, at least the end token")
     return (mask * torch.arange(mask.shape[1], device=mask.device)).amax(1) + 2
 
 
@@ -345,7 +345,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
         begin, t = t, t + 1
     T = int(lengths.max())
     tokens, mask = tokens[:, :T], response_mask(prompt_lengths, lengths, T)
-    # Computed as in the update, so that there the ratio starts at 1.
+    # Computed as in the update, so that the ratio pi / old (section 5) starts at 1 there.
     logprobs, values, _ = evaluate_actions(policy, tokens, mask, temperature)
     return tokens, mask, logprobs, values
 
@@ -356,9 +356,9 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
 # Bradley and Terry (1952): people prefer answer a to b with probability sigmoid(score(a) -
 # score(b)). Only differences count. Why pairs? People agree on which of two answers is better more
 # than on grades. Why a model? Nobody would grade all responses that PPO samples, 57,600 in
-# train_ppo.py. They differ from the answers in the pairs (*distribution shift*), and there the
-# scores may be wrong: too high, say, for long or flattering answers. A policy that learns to get
-# them does *reward hacking*. Hence the price of the KL, and the cap.
+# train_ppo.py. These differ from the answers in the pairs (*distribution shift*), so their scores
+# may be wrong: too high, for example, for long or flattering answers. A policy that learns to get
+# such scores does *reward hacking*. Hence the price of the KL, and the cap.
 
 
 def reward_model_loss(chosen_scores, rejected_scores):
@@ -396,11 +396,11 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # log p(y) is the sum of log pi over the *trajectory* or *episode*, the states and actions of y. (In
 # a game, p(y) has factors for what the *environment* does. Here it only appends the token.) So the
 # KL splits into a reward for each token, -beta * (log pi - log ref), and the score is one more
-# reward, with the last token. The sum of all multiplies each grad log pi. But which token deserves
-# how much? That is *credit assignment*. Three changes lead from here to PPO:
+# reward, with the last token. The sum of all these multiplies each grad log pi. But which token
+# deserves how much? That is *credit assignment*. Three changes lead from here to PPO:
 #
 # 1. Only what comes after. A token cannot change the rewards before it: on average these add 0 (see
-#    2). So its number is the sum of the rewards from it on, the *return*.
+#    2). So its grad log pi is multiplied by the sum of the rewards from it on, the *return*.
 # 2. A baseline. Something that does not depend on the action may be subtracted from the return. On
 #    average it changes nothing, because E[grad log pi] = 0. But the gradient is less noisy if it is
 #    the *value* V, the return to be expected in this state. What is left is the *advantage* A: how
@@ -412,9 +412,9 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #    it, the sampler is called the *old* policy, and the next steps are *off-policy*. The *ratio*
 #    pi / old corrects for that, choice by choice (*importance sampling*): E_old[ratio * A] =
 #    sum_a old(a) (pi(a) / old(a)) A(a) = E_pi[A]. (The states are still those that old reached.)
-#    Its gradient is ratio * A * grad log pi, because grad pi = pi grad log pi. An update begins at
-#    ratio 1, and there this is the policy gradient. Far from 1, a few large ratios dominate. So PPO
-#    clips the ratio.
+#    The gradient of ratio * A is ratio * A * grad log pi, because grad pi = pi grad log pi. An
+#    update begins at ratio 1, and there this is the policy gradient. Far from 1, a few large ratios
+#    dominate. So PPO clips the ratio.
 #
 # Do not confuse two policies: the old one sampled this batch, a few gradient steps ago. The
 # reference is the SFT model, frozen. The ratio compares pi with old; the KL, pi with ref. The clip
@@ -505,16 +505,17 @@ def whiten(x, mask):
     return torch.where(mask, whitened, 0.0)
 
 
-# The clip. For each token PPO maximises the smaller one of ratio * A and clipped ratio * A. The
+# The clip. For each token PPO maximises the smaller of ratio * A and clipped ratio * A. The
 # clipped ratio cannot leave the range from 1 - eps to 1 + eps; A is now the whitened advantage, the
-# credit. The response of the header, after a gradient step, with eps 0.2, rounded at the end:
+# credit. The response of the header, after a gradient step, with eps 0.2. All is computed from
+# unrounded numbers, then rounded:
 #
 #     log pi now    -0.25  -1.10  -0.40     of the same actions
 #     ratio          1.28   1.11   0.74     pi now / pi: exp(log pi now - log pi)
 #     clipped        1.20   1.11   0.80
 #     ratio * A      1.46   0.17  -0.96
 #     clipped * A    1.37   0.17  -1.04     loss: -(1.37 + 0.17 - 1.04) / 3 = -0.17
-#     gradient       0      0.17   0        times grad log pi
+#     gradient       0      0.17   0        of the smaller product; times grad log pi
 #
 # Where the clipped product is the smaller one, there is no gradient, because a clipped ratio is a
 # constant. The first token has risen enough, the last has fallen enough. Why the smaller one, and
@@ -725,7 +726,7 @@ def trace(batch, row, spell):
 
 
 def table(columns):
-    """{title: texts or numbers} -> lines of text, in columns of 10 letters."""
+    """{title: texts or numbers} -> lines of text, in columns of 10 characters."""
     rows = [columns, *zip(*columns.values())]
     cells = [[x if isinstance(x, str) else f"{x:z.2f}" for x in row] for row in rows]  # no -0.00
     return ["".join(f"{cell:>10}" for cell in row) for row in cells]

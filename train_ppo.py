@@ -35,10 +35,10 @@ class StageConfig:
     head_lr_factor: float = 30.0  # times --lr for the value head, which has far to go [0, inf]
     adam_eps: float = 1e-4  # Adam's epsilon; weights of tiny, noisy gradients move less [1e-12, 1]
     kl_target: float = 3.0  # KL in nats that an adaptive beta steers to [1e-6, inf]
-    kl_horizon: float = math.inf  # responses in which beta may change by 20 %; inf: never [1, inf]
+    kl_horizon: float = math.inf  # responses in which beta changes by 20 % at most; inf: 0 [1, inf]
     ref_update_every: int = 0  # iterations after which the policy replaces ref; 0: never [0, inf]
     separate_critic: bool = False  # a value network of its own, started from the reward model
-    models: str = ""  # folder of sft.pt and rm.pt; if empty, --out; if not ppo, the one around it
+    models: str = ""  # folder of sft.pt, rm.pt; if empty, --out, or its parent if not ppo
     policy: str = ""  # checkpoint to start from, out/ppo.pt for a second round; sft.pt otherwise
     reward: str = ""  # module:function, (prompts, responses) -> scores, instead of the reward model
     no_report: bool = False  # end without measuring the result on the validation prompts

@@ -27,7 +27,7 @@ from plumbing.watch import doubts_about
 @dataclass
 class AnswerConfig:
     answers: int = 2048  # answers of the SFT model that set scale and cap of the scores [2, inf]
-    cap_quantile: float = 0.99  # scores above this quantile of theirs are cut off [0.5, 1]
+    cap_quantile: float = 0.99  # the cap: no score exceeds this quantile of theirs [0.5, 1]
     max_new_tokens: int = PPOConfig.max_new_tokens  # longest of these answers, in tokens [1, inf]
 
 

@@ -135,7 +135,7 @@ def draw(results, folder=ROOT / "bench"):
 
 
 def photograph(page, path, stop=4):
-    """The token view of a page, with the slider at a stop; the fourth is iteration 20."""
+    """The token view of a page, with the slider at a stop; stop 4, counted from 0, is iteration 20."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as it:

@@ -1,6 +1,6 @@
-"""bench/results.json, and the tables of README.md and RESULTS.md that are written from it.
+"""bench/results.json, and the tables of RESULTS.md that are written from it.
 
-    python -m bench.tables      writes the tables into both files, and prints them all
+    python -m bench.tables      writes the tables, and prints them all
 
 results.json is {section: {name: figures}}, with one line for each name and five digits. A figure is
 a number or [mean, standard error]. Some sections are tables: the figures have the titles of their
@@ -23,7 +23,7 @@ from plumbing.page import rounded
 
 ROOT = Path(__file__).parents[1]
 PATH = ROOT / "bench" / "results.json"
-TEXTS = ("README.md", "RESULTS.md")
+TEXTS = ("RESULTS.md",)
 CODE = ("--", "*.py", ":!tests", ":!bench")  # what decides what a run computes
 TABLES = {  # section: title of the first column
     "systems": "",
@@ -55,8 +55,9 @@ def made():
     """The commit that changed the code last (with a + where that has been changed since), and the
     machine."""
 
-    def git(*words):
-        return subprocess.check_output(["git", *words, *CODE], cwd=ROOT, text=True).strip()
+    def git(*words):  # nothing where this is no clone
+        found = subprocess.run(["git", *words, *CODE], cwd=ROOT, text=True, capture_output=True)
+        return found.stdout.strip()
 
     commit = git("log", "-1", "--format=%h") + "+" * bool(git("status", "--porcelain"))
     info = Path("/proc/cpuinfo")

@@ -77,7 +77,7 @@ def make_trainer(run, config, stage, prompts):
     return PPOTrainer(arguments, padder, *models, eval_dataset=rows), policy
 
 
-def train(run, config, stage, prompts, tokenizer, processes):
+def train(run, config, stage, prompts, tokenizer, score):
     """Train, and log the score, the KL, the seconds, and what the judge says after each iteration
     of as many new responses; for these the clock stands still."""
     from transformers import AutoTokenizer, TrainerCallback

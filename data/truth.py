@@ -4,7 +4,7 @@ import math
 
 from data.files import UserError
 from data.rows import load_rows
-from data.zoo import BEST, PROMPTS, crowd, judge  # noqa: F401
+from data.zoo import PROMPTS, crowd, judge
 
 
 def judge_of(folder):

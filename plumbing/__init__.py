@@ -1,4 +1,4 @@
-"""What the scripts need and no reader of the algorithm does. Each floor imports from those above it.
+"""Support code: no PPO here. Each module imports only from those above it.
 
 errors        what a user can put right, and how a script ends
 flags         settings from the command line, and the machine

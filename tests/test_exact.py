@@ -29,6 +29,7 @@ from tiny import (
     all_responses,
     assert_equal,
     f64,
+    gradient,
     inf,
     nan,
     padded_otherwise,
@@ -52,12 +53,6 @@ def packed(model):
 def trunks(request, monkeypatch):
     if request.param == "plain":
         monkeypatch.setattr(Task, "wrap", staticmethod(lambda model: model))
-
-
-def gradient(x, model):
-    parameters = list(model.parameters())
-    found = torch.autograd.grad(x, parameters, retain_graph=True, materialize_grads=True)
-    return torch.cat([g.flatten() for g in found])
 
 
 class Task:

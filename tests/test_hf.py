@@ -1,7 +1,6 @@
 """The specification of plumbing/hf.py. Run: python -m pytest tests/test_hf.py"""
 
 import json
-import os
 import random
 import sys
 
@@ -17,8 +16,7 @@ from plumbing.checkpoints import load_checkpoint, save_checkpoint
 from plumbing.tokenizer import Tokenizer
 from tiny import assert_equal, stir
 
-if not os.environ.get("NO_SKIP"):
-    pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import ByteLevelBPETokenizer

@@ -6,7 +6,6 @@ import importlib
 import itertools
 import json
 import math
-import os
 import random
 import re
 import shutil
@@ -29,7 +28,7 @@ from plumbing.flags import RunConfig, explanations
 from plumbing.models import load_algorithm, load_models
 from plumbing.rows import batch_of, pad_completions, read_ids
 from plumbing.tokenizer import texts_of
-from tiny import all_responses, assert_equal, padded_otherwise, random_batch, stir
+from tiny import all_responses, assert_equal, gradient, padded_otherwise, random_batch, stir
 from tiny import tiny_gpt, weights
 from train_ppo import StageConfig
 from train_sft import sft_loss
@@ -38,12 +37,6 @@ from variations import ensemble, iterate
 
 def part(batch, rows):
     return {name: x[rows] for name, x in batch.items()}
-
-
-def gradient(x, model):
-    parameters = list(model.parameters())
-    found = torch.autograd.grad(x, parameters, retain_graph=True, materialize_grads=True)
-    return torch.cat([g.flatten() for g in found])
 
 
 # The expected step: the losses, as sums, of all groups of k responses to a prompt are added up,
@@ -484,7 +477,7 @@ gradient_checkpointing=False use_cpu=True"""
 
 
 def test_what_trl_trains_with_means_what_ours_does(made, tmp_path, monkeypatch, reported):
-    trl = (importlib.import_module if os.environ.get("NO_SKIP") else pytest.importorskip)("trl")
+    trl = pytest.importorskip("trl")
     trainers, trainer = [], trl.GRPOTrainer
     monkeypatch.setattr(trl, "GRPOTrainer", lambda *x: trainers.append(x) or trainer(*x))
     flags = ["--data", made / "data", "--models", made, "--out", tmp_path, *PPO]

@@ -2,7 +2,6 @@
 python -m pytest tests/test_with_transformers.py (needs transformers; peft for LoRA)"""
 
 import copy
-import os
 import warnings
 from functools import partial
 from types import SimpleNamespace
@@ -15,8 +14,7 @@ import minippo
 from minippo import PPOConfig, evaluate_actions, row_lengths
 from tiny import gradients, inf, stir
 
-if not os.environ.get("NO_SKIP"):
-    pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 import transformers
 
 from variations import rloo

@@ -67,6 +67,13 @@ def weights(model):
     return torch.cat([p.detach().flatten().clone() for p in model.parameters()])
 
 
+def gradient(x, model):
+    """Of x, with respect to all weights, one after the other; 0 for those that x does not need."""
+    parameters = list(model.parameters())
+    found = torch.autograd.grad(x, parameters, retain_graph=True, materialize_grads=True)
+    return torch.cat([g.flatten() for g in found])
+
+
 def gradients(model):
     """The gradients of all weights, one after the other; 0 where backward() has left none."""
     return torch.cat(
