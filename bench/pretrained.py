@@ -222,10 +222,12 @@ def main():
     row["peak, GB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # on Linux
     print(name, row, *record.lines[-1].get("texts", []), sep="\n")
     write_jsonl(OUT / f"{name}.jsonl", record.lines)
-    path = {x: record.all("sample", x) for x in ("seconds", "judge")}
-    section = "pretrained_speed" if mode == "speed" else "pretrained"
-    for part, figures in ((section, row | {"made": made()}), (f"{section}_paths", path)):
-        keep({part: load().get(part, {}) | {name: figures}})
+    sections = {"pretrained": row | {"made": made()}}
+    if mode == "speed":
+        path = {x: record.all("sample", x) for x in ("seconds", "judge")}
+        sections = {"pretrained_speed": sections["pretrained"], "pretrained_speed_paths": path}
+    for section, figures in sections.items():
+        keep({section: load().get(section, {}) | {name: figures}})
 
 
 if __name__ == "__main__":
