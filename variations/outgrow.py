@@ -75,12 +75,12 @@ def train_grpo(run, config, stage, prompts, tokenizer, score):
 
 
 def main(train=train_grpo, name="grpo_of_trl"):
+    defaults = RunConfig(out="out/outgrow"), Settings(), StageConfig()
+    run, config, stage = read_flags(__doc__, *defaults, without=(*UNREAD, *NOT_IN_TRL))
     if not find_spec("trl"):
         raise UserError("the package trl is missing; pip install trl==1.12.0")
     from accelerate import PartialState  # comes with it
 
-    defaults = RunConfig(out="out/outgrow"), Settings(), StageConfig()
-    run, config, stage = read_flags(__doc__, *defaults, without=(*UNREAD, *NOT_IN_TRL))
     stage.algorithm, stage.models = name, stage.models or run.out.parent
     process = PartialState(cpu=run.device == "cpu")
     run.device = str(process.device)  # each process has a GPU of its own
