@@ -39,7 +39,7 @@ from variations import with_transformers as hf
 
 OUT = ROOT / "out" / "pretrained"
 # iterations, responses in each, their tokens, gradient steps
-MODES = {"lexicon": (30, 48, 16, 4), "stages": (45, 48, 20, 4), "speed": (20, 32, 16, 2)}
+MODES = {"lexicon": (30, 48, 16, 4), "stages": (60, 48, 20, 4), "speed": (20, 32, 16, 2)}
 UNSEEN = 128  # prompts that the policy is judged on before and after
 
 
@@ -167,7 +167,8 @@ def row_of(record, log):
             found[f"{title} {when}"] = record.all(when, name)[0]
     found["KL"] = statistics.fmean(line["kl"] for line in log[-5:])
     found[f"different of {UNSEEN} after"] = record.all("after", "distinct")[0]
-    return found | {"minutes": record.all("after")[0] / 60}
+    start, end = (record.all(when)[0] / 60 for when in ("before", "after"))
+    return found | {"minutes": end, "of these PPO": end - start}
 
 
 @dataclass
@@ -188,13 +189,19 @@ def main():
     stage, lr = {"steps": args.steps or steps, "batch_size": responses}, args.lr
     lr = lr or (1e-3 if args.lora else 1e-4)
     config = PPOConfig(length, missing_eos_penalty=0.0, minibatches=minibatches)
-    out, log = OUT / str(args.seed), []
+    out, log, source = OUT / str(args.seed), [], made()
+    section = "pretrained_speed" if mode == "speed" else "pretrained"
+    if {x["made"] for x in load().get(section, {}).values()} - {source}:
+        raise UserError(f"bench/results.json: remove the rows of {section}: they are not {source}")
     torch.manual_seed(args.seed), random.seed(args.seed)
 
     sft, pairs, prompts = (read_rows(data, x, "train") for x in ("sft", "pref", "prompts"))
     prompts, unseen = ([x for (x,) in y] for y in (prompts, read_rows(data, "prompts", "val")))
     unseen, aside = unseen[:UNSEEN], {x + y for x, *ys in pairs[::3] for y in ys}
     record = Record(naive_bayes(pairs[::3]))
+    _, good, bad = zip(*read_rows(data, "pref", "val"))
+    for kind, texts in {"good": good, "bad": bad}.items():
+        print(f"favourable, of real {kind} reviews: {statistics.fmean(map(record.judge, texts))}")
     if mode == "lexicon":
         model, tokenizer = load_base()
         reward = {"reward": lambda _, texts: [2 * x for x in sentiments(texts)]}
@@ -222,10 +229,10 @@ def main():
     row["peak, GB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # on Linux
     print(name, row, *record.lines[-1].get("texts", []), sep="\n")
     write_jsonl(OUT / f"{name}.jsonl", record.lines)
-    sections = {"pretrained": row | {"made": made()}}
+    sections = {section: row | {"made": source}}
     if mode == "speed":
         path = {x: record.all("sample", x) for x in ("seconds", "judge")}
-        sections = {"pretrained_speed": sections["pretrained"], "pretrained_speed_paths": path}
+        sections["pretrained_speed_paths"] = path
     for section, figures in sections.items():
         keep({section: load().get(section, {}) | {name: figures}})
 

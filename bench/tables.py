@@ -46,7 +46,7 @@ DIGITS = {  # of a column, if not 2
     **dict.fromkeys(("less the default's", "less PPO's", "share of the first"), 3),
     **dict.fromkeys(("tokens", "variance", "jumps of the KL"), 1),
     **dict.fromkeys(("the models, GB", "the process", "with `--grad_checkpoint`"), 1),
-    **dict.fromkeys(("an iteration, s", "minutes", "peak, GB"), 1),
+    **dict.fromkeys(("an iteration, s", "minutes", "of these PPO", "peak, GB"), 1),
     **dict.fromkeys(("seconds to a judge of 2.5", "parameters, M"), 0),
 }
 

@@ -155,6 +155,7 @@ def test_a_pretrained_run_becomes_a_row(monkeypatch):
     assert (row["lexicon before"], row["lexicon after"]) == (pytest.approx(10 / 3), 6.5)
     assert (row["score before"], row["score after"], row["KL"]) == (0.25, 1.5, 3)
     assert (row["different of 128 after"], row["minutes"]) == (2, 1)
+    assert row["of these PPO"] == pytest.approx(59 / 60)
 
 
 def test_the_best_policy_is_the_reference_times_exp_of_the_score_over_beta():

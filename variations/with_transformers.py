@@ -23,6 +23,7 @@ Speed         model.base_model.compile(), not torch.compile(model); no wrappers 
               which would not share the gradients
 """
 
+import inspect
 import random
 import warnings
 from types import SimpleNamespace
@@ -64,6 +65,8 @@ class Policy(torch.nn.Module):
         self.autocast = torch.autocast(model.device.type, torch.bfloat16, bfloat16)
         self.tokenizer, self.reference, eos = tokenizer, None, tokenizer.eos_token_id
         self.config = SimpleNamespace(eos=eos)
+        names = inspect.signature(inner.forward).parameters
+        self.cache = "cache" if "cache" in names else "past_key_values"  # before transformers 5.24
         self.eval()
         if eos is None:
             raise ValueError("the tokenizer has no end token: set tokenizer.eos_token")
@@ -128,13 +131,14 @@ def sample(policy, prompts, max_new_tokens, temperature=1.0):
     left = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
     new = torch.tensor([[eos] * n + ids for n, ids in zip(left, prompts)], device=device)
     text = torch.tensor([[0] * n + [1] * len(x) for n, x in zip(left, prompts)], device=device)
-    ended, lengths, nats, cache, drawn = text[:, 0] < 0, 0, 0.0, None, []
+    ended, lengths, nats, drawn = text[:, 0] < 0, 0, 0.0, []
+    more = {policy.cache: transformers.DynamicCache(config=policy.body.config)}
+    more |= {"use_cache": True, "logits_to_keep": 1}
     while len(drawn) < max_new_tokens and not ended.all():
         positions = (text.cumsum(1) - 1).clamp(min=0)[:, -new.shape[1] :]
-        more = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
         with policy.autocast:
             out = policy.model(new, attention_mask=text, position_ids=positions, **more)
-        logits, cache = out.logits[:, -1].float(), out.past_key_values
+        logits = out.logits[:, -1].float()
         token = draw(logits / temperature)
         nats += gather_logprobs(logits, token, temperature) * ~ended
         lengths += ~ended
