@@ -7,17 +7,19 @@ your own in place of
 
     model        AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.float32).to("cuda")
     tokenizer    AutoTokenizer.from_pretrained("gpt2")
-    prompts      texts; conversations, [{"role": "user", "content": ...}], for a chat template; or
-                 lists of ids. A prompt and its response must fit into the context.
+    prompts      texts; lists of ids; or conversations, [{"role": "user", "content": ...}]
     score        text_score(a function of prompts and responses) or classifier_score(a classifier);
                  a spread of about 1 suits kl_coef 0.1: see normalised()
     lr, head_lr  for 135 million parameters 1e-4 and 3e-4; with LoRA, lr 1e-3
 
 then model.save_pretrained(). Scores are printed less PPOConfig's penalties: 1 if cut off.
+A new Policy has a new reference.
 
-SFT, rewards  fit() with sft_loss, fit() with rm_loss: see bench/pretrained.py
+SFT           fit(policy, encode_rows(tokenizer, rows), sft_loss, lr)
+Reward model  fit(classifier, encode_rows(tokenizer, pairs), rm_loss, lr), one pass
 LoRA          a model of peft.get_peft_model(): the reference is the same model, adapter off
-RLOO, GRPO    config = rloo.Settings(), algorithm=(rloo.compute_advantages, rloo.loss)
+RLOO, GRPO    config = rloo.Settings(), algorithm=(rloo.compute_advantages, rloo.loss), after
+              from variations import rloo; copy the folders variations and data too
 Memory        bfloat16=True; PPOConfig's micro_batch; model.activation_checkpointing_enable()
 Speed         model.base_model.compile(), not torch.compile(model); no wrappers for several GPUs,
               which would not share the gradients
@@ -126,7 +128,7 @@ def sample(policy, prompts, max_new_tokens, temperature=1.0):
     nothing else would show it, because the ratio starts at 1 in any case.
     """
     if not all(prompts):
-        raise ValueError("a prompt is empty: it needs a token, if only the end token")
+        raise ValueError("a prompt is empty: it needs a token, if only [tokenizer.eos_token_id]")
     eos, device = policy.eval().config.eos, policy.value_head.weight.device
     left = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
     new = torch.tensor([[eos] * n + ids for n, ids in zip(left, prompts)], device=device)
@@ -162,7 +164,10 @@ def sample(policy, prompts, max_new_tokens, temperature=1.0):
 
 def text_score(tokenizer, prompts, reward):
     """reward(prompts, responses), B of these prompts as they are and B texts, gives B numbers."""
-    known = {tuple(encode(tokenizer, prompt)): prompt for prompt in prompts}
+    known = {}
+    for prompt in prompts:
+        if known.setdefault(tuple(encode(tokenizer, prompt)), prompt) != prompt:
+            raise ValueError(f"another prompt has the same tokens as {prompt!r}")
 
     def score(tokens, mask):
         asked, texts = [], []
@@ -179,7 +184,7 @@ def text_score(tokenizer, prompts, reward):
 
 def classifier_score(classifier):
     """Of a sequence classifier with one label and the policy's vocabulary. It reads the last token
-    that is not its config.pad_token_id."""
+    that is not its config.pad_token_id; if that is the end token, the end is not scored."""
     pad_id = classifier.config.pad_token_id
     if classifier.config.num_labels != 1 or pad_id is None:
         raise ValueError("a classifier needs num_labels=1, and a token as config.pad_token_id")
@@ -250,6 +255,9 @@ def train(policy, prompts, score, config, lr, head_lr, steps=50, batch_size=64, 
     if first := policy.reference is None:
         policy.reference = reference_of(policy)
     prompts = [encode(policy.tokenizer, prompt) for prompt in prompts]
+    longest = max(map(len, prompts)) + config.max_new_tokens
+    if longest > getattr(policy.body.config, "max_position_embeddings", longest):
+        raise ValueError(f"{longest} tokens of a prompt and its response exceed the context")
     sample(Policy(policy.model, policy.tokenizer), prompts[:8], 8)  # refuses, without rounding
     optimizer, schedule = adam([(policy.model, lr), (policy.value_head, head_lr)], steps)
     k = getattr(config, "k", 1)  # responses to each prompt
