@@ -15,7 +15,6 @@ from data.files import write_file
 BLUE, ORANGE, PURPLE, GREY = "#3b82f6", "#f97316", "#a855f7", "#8b949e"  # on white and on black
 GREEN = "#22c55e"
 PATHS = ("beta = 0.03", "default", "beta = 0.3", "a quarter of the pairs, beta = 0")
-CURVES = ("score", "judge", "kl", "entropy", "explained_variance")
 KL = "KL to the reference, nats per response"
 MARKERS = "osD^v<>pPX*hd8"
 LABELS = {"speed, seed 0": "minippo", "speed, seed 0, LoRA": "minippo, LoRA"}
@@ -45,19 +44,6 @@ def save(drawing, path):
     drawing.savefig(svg, format="svg", metadata={"Date": None})
     text = re.sub(r"-?\d+\.\d{3,}", lambda x: f"{float(x[0]):.2f}", svg.getvalue())
     write_file(path, text)
-
-
-def draw_curves(results):
-    drawing, axes = figure(len(CURVES), 15, 2.8)
-    for axis, name in zip(axes, CURVES):
-        steps = range(1, 6 * len(results["curves"][name]), 6)
-        mean, spread = zip(*results["curves"][name])
-        low, high = ([m + sign * s for m, s in zip(mean, spread)] for sign in (-1, 1))
-        colour = ORANGE if name == "judge" else BLUE
-        axis.plot(steps, mean, color=colour)
-        axis.fill_between(steps, low, high, color=colour, alpha=0.25, linewidth=0)
-        axis.set(title=name.replace("_", " "), xlabel="iteration")
-    return drawing
 
 
 def plot_limits(axis, limits, name, **style):
@@ -119,7 +105,6 @@ def draw_pretrained(results):
 
 
 PICTURES = {  # name: the sections that it shows
-    "curves": (draw_curves, "curves"),
     "frontier": (draw_frontier, "limits", "paths"),
     "hacking": (draw_hacking, "paths"),
     "neighbours": (draw_neighbours, "neighbours", "limits_of_neighbours"),

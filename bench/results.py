@@ -308,10 +308,7 @@ def seconds_to(goal, log):
 
 
 def seeds(lab):
-    jobs, curves = lab.train({"default": "train_ppo.py"}, 10)["default"], {}
-    for name in pictures.CURVES:
-        points = [[row[name] for row in rows] for rows in zip(*(x.log()[::6] for x in jobs))]
-        curves[name] = rounded([[statistics.fmean(x), statistics.pstdev(x)] for x in points], 4)
+    jobs = lab.train({"default": "train_ppo.py"}, 10)["default"]
     known, reports = limits(jobs), [x.report() for x in jobs]
     systems = {"SFT model": over_seeds([x["sft"] for x in reports])}
     systems |= {name: x for name, x in known.items() if "best" in name}
@@ -321,7 +318,6 @@ def seeds(lab):
     return {
         "systems": {name: x | {"made": jobs[0].made()} for name, x in systems.items()},
         "seeds": {str(seed): row_of_seed(x) for seed, x in enumerate(jobs)},
-        "curves": curves,
         "limits": known,
     }
 

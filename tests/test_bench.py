@@ -36,8 +36,8 @@ def test_results_are_kept_with_their_tables_unless_rows_are_of_several_commits(
     with pytest.raises(UserError, match=r"several commits or machines \(a; b\)"):
         tables.keep({"neighbours": ROWS | {"DPO": {"made": "b"}}})
     assert tables.load() == {"paths": {"x": [0.5]}}
-    kept = tables.keep({"neighbours": ROWS, "curves": {"kl": [1 / 3, 123456.7]}})
-    assert kept == tables.load() and kept["curves"] == {"kl": [0.33333, 123460.0]}
+    kept = tables.keep({"neighbours": ROWS, "limits": {"kl": [1 / 3, 123456.7]}})
+    assert kept == tables.load() and kept["limits"] == {"kl": [0.33333, 123460.0]}
     assert path.read_text().splitlines()[1:4] == ['"paths": {', '"x": [0.5]', "},"]
     assert (tmp_path / "RESULTS.md").read_text() == text % TABLE
     assert tables.tables(kept)["made"].endswith("| neighbours | a |")
@@ -91,7 +91,7 @@ def finish(job, source):
         report[part] |= {name: x + i + j for j, name in enumerate(names)}
     report["best_of_n"] = {"4": report["rm"]}
     report["samples"] = [{"prompt": "Who?", "ppo": report["ppo"] | {"text": " I. "}}] * few
-    log = [dict.fromkeys(pictures.CURVES, i + x) for i in range(30)]
+    log = [dict.fromkeys(("score", "kl"), i + x) for i in range(30)]
     log = [row | {"judge": i / 8, "seconds": 2.0 * i + seed} for i, row in enumerate(log)]
     optima = {str(b): {"score": 1.0, "judge": 2.0, "kl": seed + (b == 0.1)} for b in results.BETAS}
     files = {"measured/report.json": [report], "ppo.jsonl": log, "optima.json": [optima]}
@@ -120,7 +120,6 @@ def test_runs_become_tables_and_pictures(tmp_path, monkeypatch):
     assert found["hacked"]["Who? **I.**"]["KL"] == 5
     assert found["neighbours"]["DPO"]["seconds to a judge of 2.5"] == [50.5, 0.5]
     assert found["paths"]["default"]["kl"] == [12.5, 22.5, 32.5]
-    assert found["curves"]["kl"][1] == [14, 8]
     log = [{"judge": 0.0, "seconds": 1.0}] * 10 + [{"judge": 25.0, "seconds": 2.0}]
     assert results.seconds_to(2.5, log) == 2.0 and results.seconds_to(2.6, log) is None
     assert results.jumps([9.0] + [1.0] * 100 + [1.9, 2.1, 1.0, 2.1]) == 2
@@ -129,7 +128,7 @@ def test_runs_become_tables_and_pictures(tmp_path, monkeypatch):
     lab.keep(found)
     paths = {name: {"seconds": [*range(20)], "judge": [0.5] * 20} for name in pictures.LABELS}
     pictures.draw({"pretrained_speed_paths": paths}, tmp_path)
-    assert len([ElementTree.parse(path) for path in tmp_path.glob("*.svg")]) == 5
+    assert len([ElementTree.parse(path) for path in tmp_path.glob("*.svg")]) == 4
 
 
 def test_a_pretrained_run_becomes_a_row(monkeypatch):
