@@ -56,7 +56,7 @@ class RunConfig:
 @functools.cache  # reading the source takes a while
 def explanations(settings):
     """The comments behind the fields of a settings class -> {field: (text, lowest, highest)}."""
-    texts = {}
+    texts = {field.name: ("", None, None) for field in dataclasses.fields(settings)}
     for part in reversed(settings.__mro__[:-1]):
         for name, text in re.findall(r"^    (\w+): .*?  # (.+)$", inspect.getsource(part), re.M):
             interval = re.search(r" \[(\S+), (\S+)\]$", text)

@@ -154,7 +154,7 @@ def test_a_reward_is_looked_for_in_the_current_folder_last(tmp_path, monkeypatch
 class Example:
     size: int = 4  # how large, 100 % sure [1, 8]
     share: float = 0.5  # of all [0, inf]
-    name: str = ""  # of a folder
+    name: str = ""
     loud: bool = False  # say all
     calm: bool = True  # say little
 
