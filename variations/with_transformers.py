@@ -8,21 +8,23 @@ your own in place of
     model        AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.float32).to("cuda")
     tokenizer    AutoTokenizer.from_pretrained("gpt2")
     prompts      texts; lists of ids; or conversations, [{"role": "user", "content": ...}]
-    score        text_score(a function of prompts and responses) or classifier_score(a classifier);
-                 a spread of about 1 suits kl_coef 0.1: see normalised()
-    lr, head_lr  for 135 million parameters 1e-4 and 3e-4; with LoRA, lr 1e-3
+    score        text_score(tokenizer, prompts, a function), or classifier_score(a classifier);
+                 a standard deviation of about 1 suits PPOConfig's kl_coef 0.1
+    lr, head_lr  of model and value head: for 135 million parameters 1e-4 and 3e-4; LoRA: 1e-3
 
-then model.save_pretrained(). Scores are printed less PPOConfig's penalties: 1 if cut off.
-A new Policy has a new reference.
+then model.save_pretrained(folder). Scores are printed less PPOConfig's penalties: 1 if cut off.
+The reference is the model at the first train(); a new Policy has a new one.
 
-SFT           fit(policy, encode_rows(tokenizer, rows), sft_loss, lr)
-Reward model  fit(classifier, encode_rows(tokenizer, pairs), rm_loss, lr), one pass
+SFT           fit(policy, encode_rows(tokenizer, rows), sft_loss, 5e-5), one pass
+Reward model  AutoModelForSequenceClassification.from_pretrained(the SFT model's folder,
+              num_labels=1, pad_token_id=a token that no text has, dtype=torch.float32), then
+              fit(it, encode_rows(tokenizer, pairs), rm_loss, 5e-5), and as score
+              normalised(classifier_score(it), policy, prompts, max_new_tokens)
 LoRA          a model of peft.get_peft_model(): the reference is the same model, adapter off
 RLOO, GRPO    config = rloo.Settings(), algorithm=(rloo.compute_advantages, rloo.loss), after
               from variations import rloo; copy the folders variations and data too
 Memory        bfloat16=True; PPOConfig's micro_batch; model.activation_checkpointing_enable()
-Speed         model.base_model.compile(), not torch.compile(model); no wrappers for several GPUs,
-              which would not share the gradients
+Speed         model.base_model.compile(), not torch.compile(model); one GPU, without wrappers
 """
 
 import inspect
@@ -55,7 +57,7 @@ PPO = compute_advantages, ppo_loss
 
 class Policy(torch.nn.Module):
     """A causal language model with what evaluate_actions asks for: lm_head, value_head, hidden().
-    It has no dropout. bfloat16: of matrix products, not of weights."""
+    It has no dropout. bfloat16: of matrix products; the weights that are trained stay float32."""
 
     def __init__(self, model, tokenizer, bfloat16=False):
         super().__init__()
@@ -124,8 +126,8 @@ def sample(policy, prompts, max_new_tokens, temperature=1.0):
     """minippo.generate for a Policy: the same arguments, the same four tensors.
 
     Prompts are padded on the left, so that all responses begin in one column. No generation_config
-    changes what is drawn. ValueError if evaluate_actions does not say the same as the model:
-    nothing else would show it, because the ratio starts at 1 in any case.
+    changes what is drawn. ValueError if evaluate_actions does not say the same as the model: the
+    ratio would not show it.
     """
     if not all(prompts):
         raise ValueError("a prompt is empty: it needs a token, if only [tokenizer.eos_token_id]")
@@ -133,7 +135,7 @@ def sample(policy, prompts, max_new_tokens, temperature=1.0):
     left = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
     new = torch.tensor([[eos] * n + ids for n, ids in zip(left, prompts)], device=device)
     text = torch.tensor([[0] * n + [1] * len(x) for n, x in zip(left, prompts)], device=device)
-    ended, lengths, nats, drawn = text[:, 0] < 0, 0, 0.0, []
+    ended, lengths, nats, drawn = torch.zeros_like(text[:, 0]).bool(), 0, 0.0, []
     more = {policy.cache: transformers.DynamicCache(config=policy.body.config)}
     more |= {"use_cache": True, "logits_to_keep": 1}
     while len(drawn) < max_new_tokens and not ended.all():
@@ -258,7 +260,7 @@ def train(policy, prompts, score, config, lr, head_lr, steps=50, batch_size=64, 
     longest = max(map(len, prompts)) + config.max_new_tokens
     if longest > getattr(policy.body.config, "max_position_embeddings", longest):
         raise ValueError(f"{longest} tokens of a prompt and its response exceed the context")
-    sample(Policy(policy.model, policy.tokenizer), prompts[:8], 8)  # refuses, without rounding
+    sample(Policy(policy.model, policy.tokenizer), prompts[:8], 8)  # the check, in float32
     optimizer, schedule = adam([(policy.model, lr), (policy.value_head, head_lr)], steps)
     k = getattr(config, "k", 1)  # responses to each prompt
     for step in range(steps):
@@ -280,7 +282,7 @@ def train(policy, prompts, score, config, lr, head_lr, steps=50, batch_size=64, 
 
 
 def main(seed=0):
-    torch.manual_seed(seed), random.seed(seed)
+    transformers.set_seed(seed)
     tokenizer = transformers.ByT5Tokenizer(extra_ids=0)  # a token is a byte
     shape = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128}
     shape |= {"num_hidden_layers": 2, "num_attention_heads": 2, "eos_token_id": 1}
