@@ -99,7 +99,7 @@ def draw_pretrained(results):
     ):
         means = [statistics.fmean(path["judge"][max(0, i - 4) : i + 1]) for i in range(20)]
         axis.plot(path["seconds"], means, color=colour, label=LABELS[name])
-    axis.set(xlabel="seconds", ylabel="favourable, share of the last five batches")
+    axis.set(xlabel="seconds since the first batch", ylabel="favourable, last five batches")
     axis.legend()
     return drawing
 

@@ -190,9 +190,6 @@ def main():
     lr = lr or (1e-3 if args.lora else 1e-4)
     config = PPOConfig(length, missing_eos_penalty=0.0, minibatches=minibatches)
     out, log, source = OUT / str(args.seed), [], made()
-    section = "pretrained_speed" if mode == "speed" else "pretrained"
-    if {x["made"] for x in load().get(section, {}).values()} - {source}:
-        raise UserError(f"bench/results.json: remove the rows of {section}: they are not {source}")
     torch.manual_seed(args.seed), random.seed(args.seed)
 
     sft, pairs, prompts = (read_rows(data, x, "train") for x in ("sft", "pref", "prompts"))
@@ -229,12 +226,16 @@ def main():
     row["peak, GB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # on Linux
     print(name, row, *record.lines[-1].get("texts", []), sep="\n")
     write_jsonl(OUT / f"{name}.jsonl", record.lines)
-    sections = {section: row | {"made": source}}
+    # Rows of another commit or machine go
+    section, known = "pretrained_speed" if mode == "speed" else "pretrained", load()
+    rows = {x: y for x, y in known.get(section, {}).items() if y["made"] == source}
+    sections = {section: rows | {name: row | {"made": source}}}
     if mode == "speed":
-        path = {x: record.all("sample", x) for x in ("seconds", "judge")}
-        sections["pretrained_speed_paths"] = path
-    for section, figures in sections.items():
-        keep({section: load().get(section, {}) | {name: figures}})
+        seconds, judge = (record.all("sample", x) for x in ("seconds", "judge"))
+        path = {"seconds": [x - seconds[0] for x in seconds], "judge": judge}
+        paths = known.get(f"{section}_paths", {})
+        sections[f"{section}_paths"] = {x: paths[x] for x in rows} | {name: path}
+    keep(sections)
 
 
 if __name__ == "__main__":
