@@ -2,7 +2,7 @@
 
     python -m variations.with_transformers    a copy: python with_transformers.py
 
-A tiny Llama with random weights learns to write lower-case letters in half a minute. In main(), put
+A tiny Llama with random weights learns to write lower-case letters in seconds. In main(), put
 your own in place of
 
     model        AutoModelForCausalLM.from_pretrained("gpt2", dtype=torch.float32).to("cuda")
