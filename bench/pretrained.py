@@ -100,6 +100,11 @@ class Record:
         names = ("an iteration, s", "until it is sampled", "until it is scored", "update")
         return dict(zip(names, map(statistics.median, parts)))
 
+    def path(self):
+        """The judge's share of each batch over the seconds since the first was sampled."""
+        seconds, judge = (self.all("sample", x) for x in ("seconds", "judge"))
+        return {"seconds": [x - seconds[0] for x in seconds], "judge": judge}
+
 
 def first_stages(out, sft, pairs):
     """SFT and the reward model, from texts cut after 20 tokens."""
@@ -171,6 +176,16 @@ def row_of(record, log):
     return found | {"minutes": end, "of these PPO": end - start}
 
 
+def beside(known, name, row, path):
+    """Sections of results.json with this row; those of another commit or machine go."""
+    section = "pretrained_speed" if path else "pretrained"
+    rows = {x: y for x, y in known.get(section, {}).items() if y["made"] == row["made"]}
+    found, paths = {section: rows | {name: row}}, known.get("pretrained_speed_paths", {})
+    if path:
+        found["pretrained_speed_paths"] = {x: paths[x] for x in rows} | {name: path}
+    return found
+
+
 @dataclass
 class PretrainedConfig:
     seed: int = 0  # of samples and new weights [0, 2147483648]
@@ -226,16 +241,8 @@ def main():
     row["peak, GB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # on Linux
     print(name, row, *record.lines[-1].get("texts", []), sep="\n")
     write_jsonl(OUT / f"{name}.jsonl", record.lines)
-    # Rows of another commit or machine go
-    section, known = "pretrained_speed" if mode == "speed" else "pretrained", load()
-    rows = {x: y for x, y in known.get(section, {}).items() if y["made"] == source}
-    sections = {section: rows | {name: row | {"made": source}}}
-    if mode == "speed":
-        seconds, judge = (record.all("sample", x) for x in ("seconds", "judge"))
-        path = {"seconds": [x - seconds[0] for x in seconds], "judge": judge}
-        paths = known.get(f"{section}_paths", {})
-        sections[f"{section}_paths"] = {x: paths[x] for x in rows} | {name: path}
-    keep(sections)
+    path = record.path() if mode == "speed" else {}
+    keep(beside(load(), name, row | {"made": source}, path))
 
 
 if __name__ == "__main__":

@@ -155,6 +155,17 @@ def test_a_pretrained_run_becomes_a_row(monkeypatch):
     assert (row["score before"], row["score after"], row["KL"]) == (0.25, 1.5, 3)
     assert (row["different of 128 after"], row["minutes"]) == (2, 1)
     assert row["of these PPO"] == pytest.approx(59 / 60)
+    record.lines = [{"what": "sample", "seconds": x, "judge": x / 8} for x in (2.0, 5.0)]
+    assert record.path() == {"seconds": [0.0, 3.0], "judge": [0.25, 0.625]}
+    rows = {"old": {"made": "a"}, "new": {"made": "b"}}
+    known = {"pretrained": rows, "pretrained_speed": rows}
+    known["pretrained_speed_paths"] = {"old": "x", "new": "y"}
+    found = pretrained.beside(known, "row", {"made": "b"}, {})
+    assert found == {"pretrained": {"new": {"made": "b"}, "row": {"made": "b"}}}
+    found = pretrained.beside(known, "row", {"made": "b"}, {"seconds": []})
+    assert found["pretrained_speed_paths"] == {"new": "y", "row": {"seconds": []}}
+    assert [*found["pretrained_speed"]] == ["new", "row"]
+    assert [*pretrained.beside({}, "row", {"made": "b"}, {"seconds": []})["pretrained_speed"]]
 
 
 def test_the_best_policy_is_the_reference_times_exp_of_the_score_over_beta():
