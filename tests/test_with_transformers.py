@@ -161,11 +161,11 @@ def tuned():
     return with_peft(tiny(), "PromptTuningConfig", "CAUSAL_LM", num_virtual_tokens=2)
 
 
-def LOWER(text):  # a tokenizer that puts a token before the text, like Llama's
+def lower_case(text):  # a tokenizer that puts a token before the text, like Llama's
     return {"input_ids": [5, *text.lower().encode()]}
 
 
-LOWER.eos_token_id = EOS
+lower_case.eos_token_id = EOS
 CLASSIFIER = partial(tiny, head="SequenceClassification", num_labels=1, pad_token_id=0)
 REFUSED = [
     ("Gemma-2", lambda: run(tiny("Gemma2", size=0.5))),
@@ -176,7 +176,7 @@ REFUSED = [
     ("end token", lambda: hf.Policy(tiny(), SimpleNamespace(eos_token_id=None))),
     ("a prompt is empty", lambda: hf.sample(tiny_policy(), [[1], []], 8)),
     ("exceed the context", lambda: run(tiny(max_position_embeddings=53))),
-    ("the same tokens as 'B'", lambda: hf.text_score(LOWER, ["b", "b", "B"], None)),
+    ("the same tokens as 'B'", lambda: hf.text_score(lower_case, ["b", "b", "B"], None)),
     ("num_labels=1", lambda: hf.classifier_score(CLASSIFIER(num_labels=2))),
     ("pad_token_id", lambda: hf.classifier_score(CLASSIFIER(pad_token_id=None))),
     ("2 responses need as many", lambda: rewarded(1.0)),
@@ -224,7 +224,7 @@ def test_prompts_are_texts_conversations_or_ids_and_rewards_see_them_as_they_wer
     assert (
         seen == [prompts, ["é"] * 3] and scores.tolist() == [1, 2, 3] and scores.is_floating_point()
     )
-    assert hf.encode(LOWER, "Ab") == [5, 97, 98]
+    assert hf.encode(lower_case, "Ab") == [5, 97, 98]
 
 
 @pytest.mark.parametrize("kind, pad", [("GPT2", 60), ("Llama", EOS), ("Llama", 0), ("Bert", 0)])

@@ -18,8 +18,8 @@ The reference is the model at the first train(); a new Policy has a new one.
 SFT           fit(policy, encode_rows(tokenizer, rows), sft_loss, 5e-5), one pass
 Reward model  AutoModelForSequenceClassification.from_pretrained(the SFT model's folder,
               num_labels=1, pad_token_id=a token that no text has, dtype=torch.float32), then
-              fit(it, encode_rows(tokenizer, pairs), rm_loss, 5e-5), and as score
-              normalised(classifier_score(it), policy, prompts, max_new_tokens)
+              fit(classifier, encode_rows(tokenizer, pairs), rm_loss, 5e-5); score is then
+              normalised(classifier_score(classifier), policy, prompts, max_new_tokens)
 LoRA          a model of peft.get_peft_model(): the reference is the same model, adapter off
 RLOO, GRPO    config = rloo.Settings(), algorithm=(rloo.compute_advantages, rloo.loss), after
               from variations import rloo; copy the folders variations and data too
