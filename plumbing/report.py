@@ -103,10 +103,13 @@ class Ruler:
         return measured, texts
 
     def figures(self, measured, texts, rows=slice(None)):
-        """What ask() has returned -> {name: mean, name_se: error}, over the prompts in `rows`."""
+        """What ask() has returned -> {name: mean, name_se: error}, over the prompts in `rows`, and
+        the correlation of length and score over their responses (0 where one is the same in all)."""
         found, n = {}, measured["score"].shape[1]
         for name, x in (measured | {"distinct": distinct(texts, n)}).items():
             found |= estimate(name, x[rows])
+        pair = torch.stack([measured[x][rows].flatten() for x in ("response_length", "score")])
+        found["length_correlation"] = pair.corrcoef()[0, 1].nan_to_num().item()
         if self.best is not None:
             J = measured["score"] - self.config.kl_coef * measured["kl"]
             found |= optimality(J[rows], self.reference["score"][rows], self.best[rows])

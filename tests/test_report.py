@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import statistics
 from types import SimpleNamespace
 
 import pytest
@@ -112,6 +113,8 @@ def test_figures_are_means_over_prompts_and_the_reference_has_optimality_0(monke
     sft, expected = ruler.reference["score"], {}
     for name, x in (measured | {"distinct": distinct(texts, 4)}).items():
         expected |= estimate(name, x[some])
+    pair = [measured[x][some].flatten().tolist() for x in ("score", "response_length")]
+    expected["length_correlation"] = statistics.correlation(*pair)
     J, best = measured["score"] - 0.5 * measured["kl"], optimal_objective(sft, 0.5)
     expected |= optimality(J[some], sft[some], best[some])
     assert ruler.figures(measured, texts, some) == pytest.approx(expected, abs=1e-5)
@@ -120,7 +123,10 @@ def test_figures_are_means_over_prompts_and_the_reference_has_optimality_0(monke
         expected |= estimate(name, best_of_n(sft, ruler.reference[name], 16))
     assert ruler.best_of(16) == expected
     ruler = ruler_of(monkeypatch, "other", beta=0.0)
-    assert not {"optimality", "judge"} & ruler.figures(*ruler.ask(ruler.models.ref, 2)).keys()
+    measured, texts = ruler.ask(ruler.models.ref, 2)
+    assert not {"optimality", "judge"} & ruler.figures(measured, texts).keys()
+    measured["score"] = torch.zeros(3, 2)
+    assert ruler.figures(measured, texts)["length_correlation"] == 0
 
 
 def test_an_answer_is_suspect_with_a_score_above_the_reference_and_a_kl_far_from_it(monkeypatch):
