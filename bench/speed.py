@@ -1,23 +1,19 @@
-"""How fast, and how much memory: always beside something else in the same run.
+"""How fast: always beside something else in the same run.
 
     python -m bench.speed                     all of it, some minutes; writes bench/results.json
     python -m bench.speed --workload small    one: small, medium, or default (make run comes first)
 
 Steps of the three stages are timed in turn with the same steps without plumbing/packing.py; and,
 where TRL is installed, an iteration of PPO with TRL's, and sampling with the generate() of
-transformers. --device cuda computes on a GPU.
+transformers.
 """
 
-import functools
 import importlib.util
 import itertools
-import resource
 import statistics
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -25,6 +21,7 @@ import torch
 import minippo
 from bench.tables import ROOT, keep, made, tables
 from bench.trl_ppo import make_trainer
+from data.files import UserError
 from minippo import GPT, GPTConfig, PPOConfig, RewardModel, frozen_copy, generate, gradient_step
 from plumbing.checkpoints import load_checkpoint, save_checkpoint
 from plumbing.errors import run_script
@@ -44,17 +41,13 @@ SIZES = {
     "small": (1024, 128, 4, 4, 128, 64, 24, 48),
     "medium": (4096, 256, 6, 6, 384, 32, 48, 64),
 }
-GPT2 = {
-    "GPT-2": (50257, 1024, 12, 12, 768, 4, 64, 64),
-    "GPT-2 medium": (50257, 1024, 24, 16, 1024, 4, 64, 64),
-}
 
 
 class Workload:
     """Models, rows and settings of the three stages. prepare_model: packed(), or a function that
     leaves a model as it is."""
 
-    def __init__(self, size, device="cpu", prepare_model=packed, passes=4, minibatches=4):
+    def __init__(self, size, prepare_model=packed):
         torch.manual_seed(0)
         if size is None:
             policy, self.tokenizer, _ = load_checkpoint(ROOT / "out" / "sft.pt", ["sft"])
@@ -72,7 +65,7 @@ class Workload:
                 policy.trunk.norm.weight[0], policy.trunk.norm.bias[0] = 0, 1
                 policy.lm_head.weight[eos, 0] = -100
             rm, self.tokenizer = RewardModel(policy), made_up_tokenizer(eos)
-            self.config = PPOConfig(max_new_tokens=new, epochs=passes, minibatches=minibatches)
+            self.config = PPOConfig(max_new_tokens=new, epochs=4, minibatches=4)
 
             def texts(longest):
                 lengths = torch.randint(longest // 3, longest + 1, (count,)).tolist()
@@ -81,8 +74,8 @@ class Workload:
             self.prompts, answers, others = texts(longest), texts(new), texts(new)
             self.rows = [*zip(self.prompts, answers)]
             self.pairs = [*zip(self.prompts, answers, others)]
-        self.policy, self.rm = prepare_model(policy.to(device)), prepare_model(rm.to(device))
-        self.ref, self.device = frozen_copy(self.policy), device
+        self.policy, self.rm = prepare_model(policy), prepare_model(rm)
+        self.ref = frozen_copy(self.policy)
         self.optimizer, self.rm_optimizer = adamw(policy, 1e-6), adamw(rm, 1e-6)
 
     def score(self, tokens, mask):
@@ -100,19 +93,19 @@ class Workload:
 
     def iteration(self):
         """One iteration of PPO -> seconds of sampling, scoring and update."""
-        times = [now()]
+        times = [time.perf_counter()]
 
         def timed_generate(*given):
             sampled = generate(*given)
-            times.append(now())
+            times.append(time.perf_counter())
             return sampled
 
         models = self.policy, self.ref, self.score
         batch = minippo.rollout(*models, self.prompts, self.config, timed_generate)
-        times.append(now())
+        times.append(time.perf_counter())
         batch |= minippo.compute_advantages(batch, self.config)
         minippo.ppo_update(self.policy, self.optimizer, batch, self.config)
-        times.append(now())
+        times.append(time.perf_counter())
         return [end - begin for begin, end in itertools.pairwise(times)]
 
 
@@ -122,21 +115,14 @@ def made_up_tokenizer(tokens):
     return Tokenizer([*letters, *itertools.islice(pairs, tokens - 256)])
 
 
-def now():
-    """The time when everything begun so far is done, on a GPU too."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def in_turn(*functions, rounds=5):
     """Seconds of each function, called in turn: a row for each round, after one that does not
     count."""
 
     def seconds(function):
-        start = now()
+        start = time.perf_counter()
         function()
-        return now() - start
+        return time.perf_counter() - start
 
     return [[seconds(function) for function in functions] for _ in range(rounds + 1)][1:]
 
@@ -146,10 +132,9 @@ def ratio(rows):
     return statistics.median(row[0] / row[1] for row in rows)
 
 
-def measure(name, device):
+def measure(name):
     """{what: seconds, or how many times as long something else takes}"""
-    work = Workload(SIZES[name], device)
-    plain = Workload(SIZES[name], device, prepare_model=lambda model: model)
+    work, plain = Workload(SIZES[name]), Workload(SIZES[name], lambda model: model)
     found = {
         f"{step} without packing, times as long": ratio(in_turn(a, b))
         for step, a, b in (
@@ -173,14 +158,13 @@ def beside_others(work):
         for kind, model in (("sft", work.policy), ("rm", work.rm)):
             save_checkpoint(folder / f"{kind}.pt", kind, model, work.tokenizer)
             export(folder / f"{kind}.pt", folder / kind)
-        run = RunConfig(out=folder, device=work.device)
+        run = RunConfig(out=folder, device="cpu")
         stage = StageConfig(steps=4, batch_size=B, lr=1e-6, warmup=0)
         trainer, model = make_trainer(run, work.config, stage, work.prompts)
         given = trainer.processing_class.pad({"input_ids": work.prompts}, return_tensors="pt")
         given["input_ids"] *= given["attention_mask"]  # this model does not know their padding
         new = work.config.max_new_tokens
         settings = {"do_sample": True, "top_k": 0, "max_new_tokens": new, "pad_token_id": 0}
-        given = given.to(work.device)
         sampling = in_turn(
             lambda: model.generate(**given, **settings),
             lambda: generate(work.policy, work.prompts, new),
@@ -188,11 +172,11 @@ def beside_others(work):
 
         class InTurn(transformers.TrainerCallback):
             def on_train_begin(self, *_, **__):
-                self.start = now()
+                self.start = time.perf_counter()
 
             def on_step_end(self, *_, **__):
-                rows.append([now() - self.start, sum(work.iteration())])
-                self.start = now()
+                rows.append([time.perf_counter() - self.start, sum(work.iteration())])
+                self.start = time.perf_counter()
 
         trainer.add_callback(InTurn())
         trainer.train()
@@ -200,45 +184,23 @@ def beside_others(work):
     return beside | {"iteration of TRL's PPO, times as long": ratio(rows[1:])}
 
 
-def peak(size, device, grad_checkpoint):
-    """An iteration of PPO in this process -> parameters of the policy, most bytes."""
-    prepare_model = functools.partial(packed, grad_checkpoint=grad_checkpoint)
-    work = Workload(size, device, prepare_model, passes=2, minibatches=1)
-    work.iteration()
-    most = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    count = sum(p.numel() for p in work.policy.parameters())
-    return count, torch.cuda.max_memory_allocated() if device == "cuda" else most
-
-
-def memory(size, device):
-    """GB of the models (in PPO, 24 bytes per parameter), and the most that a process takes."""
-    row = {}
-    for name, less in (("the process", False), ("with `--grad_checkpoint`", True)):
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            count, most = pool.submit(peak, size, device, less).result()
-        row |= {"parameters, M": count / 1e6, "the models, GB": 24 * count / 1e9, name: most / 1e9}
-    return row
-
-
 @dataclass
 class SpeedConfig:
     workload: str = ""  # small, medium or default; all if it is empty
-    device: str = "cpu"  # cpu or cuda
 
 
 def main():
     (args,) = read_flags(__doc__, SpeedConfig())
-    prepare(RunConfig(device=args.device, out=ROOT / "out" / "speed"))
+    prepare(RunConfig(device="cpu", out=ROOT / "out" / "speed"))
+    if args.workload not in ("", *SIZES):
+        raise UserError(f"--workload {args.workload}: should be one of {', '.join(SIZES)}")
     names = [args.workload] if args.workload else SIZES
-    found, source = {name: measure(name, args.device) for name in names}, {"made": made()}
+    found, source = {name: measure(name) for name in names}, {"made": made()}
     labels = dict.fromkeys(label for x in found.values() for label in x)
     speed = {x: {name: found[name].get(x) for name in names} | source for x in labels}
-    suffix = "_cuda" * (args.device == "cuda")
-    sections = {f"speed{suffix}": speed}
     if not args.workload:
-        rows = {name: memory(size, args.device) | source for name, size in GPT2.items()}
-        keep(sections := sections | {f"memory{suffix}": rows})
-    print(*tables(rounded(sections)).values(), sep="\n\n")
+        keep({"speed": speed})
+    print(tables(rounded({"speed": speed}))["speed"])
 
 
 if __name__ == "__main__":

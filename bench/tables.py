@@ -36,18 +36,14 @@ TABLES = {  # section: title of the first column
     "pretrained": "",
     "pretrained_speed": "",
     "speed": "",
-    "speed_cuda": "",
-    "memory": "",
-    "memory_cuda": "",
 }
 DIGITS = {  # of a column, if not 2
     **dict.fromkeys(("SFT above the entropy, nats/token", "RM below its ceiling"), 4),
     **dict.fromkeys(("optimality", "optimality on seen prompts", "on unseen prompts"), 3),
     **dict.fromkeys(("less the default's", "less PPO's", "share of the first"), 3),
     **dict.fromkeys(("tokens", "variance", "jumps of the KL"), 1),
-    **dict.fromkeys(("the models, GB", "the process", "with `--grad_checkpoint`"), 1),
     **dict.fromkeys(("an iteration, s", "minutes", "of these PPO", "peak, GB"), 1),
-    **dict.fromkeys(("seconds to a judge of 2.5", "parameters, M"), 0),
+    "seconds to a judge of 2.5": 0,
 }
 
 

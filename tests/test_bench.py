@@ -199,7 +199,7 @@ def test_the_distance_is_the_kl_on_the_worst_and_the_best_answers_of_the_referen
 def test_steps_are_timed_in_turn_on_responses_of_full_length(monkeypatch):
     monkeypatch.setitem(speed.SIZES, "small", (300, 32, 1, 2, 8, 4, 9, 5))
     monkeypatch.setattr(speed, "beside_others", lambda work: {})
-    found = speed.measure("small", "cpu")
+    found = speed.measure("small")
     assert min(found.values()) > 0 and len(found) == 6
     work = speed.Workload(speed.SIZES["small"])
     _, mask, *_ = generate(work.policy, work.prompts, work.config.max_new_tokens)
