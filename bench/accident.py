@@ -10,7 +10,7 @@ the tenth with the lowest scores, which PPO soon hardly ever writes, and on that
 
 import torch
 
-from bench.results import DATA, MODELS, Lab, jumps, over_seeds
+from bench.results import DATA, MODELS, RUNS, Lab, jumps, over_seeds
 from minippo import PPOConfig, generate
 from plumbing.checkpoints import load_checkpoint
 from plumbing.errors import run_script
@@ -65,7 +65,7 @@ def figures_of(job, folder):
 
 def main():
     (lab,), rows = read_flags(__doc__, Lab()), {}
-    prepare(RunConfig(device="cpu", out=lab.root))
+    prepare(RunConfig(device="cpu", out=RUNS))
     words = {f"accident, {name}": f"train_ppo.py {RISKY} {x}" for name, x in CURES.items()}
     for runs, (name, flags) in zip(lab.train(words, 5).values(), CURES.items()):
         figures = [figures_of(x, MODELS / str(seed)) for seed, x in enumerate(runs)]

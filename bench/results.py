@@ -1,6 +1,6 @@
 """Every training run behind the tables of RESULTS.md, on the default task.
 
-    python -m bench.results seeds         the default, all three stages, on ten seeds
+    python -m bench.results seeds         the default, all three stages, on twelve seeds
     python -m bench.results settings      PPO with other settings, on three
     python -m bench.results neighbours    PPO beside variations/ and TRL, on three
 
@@ -37,18 +37,15 @@ from plumbing.report import BEST_OF, PROMPTS, Ruler, optimal_objective
 from plumbing.rows import read_prompts
 from variations import copy_files
 
-DATA, MODELS = ROOT / "data" / "zoo", ROOT / "out" / "results" / "models"
+DATA, RUNS = ROOT / "data" / "zoo", ROOT / "out" / "results"
+MODELS = RUNS / "models"
 FEW_PAIRS, HACKED = "a quarter of the pairs", "a quarter of the pairs, beta = 0"
 SETTINGS = {  # name: flags
     "default": "",
-    "learning rate halved": "--lr 4e-4",
-    "learning rate doubled": "--lr 1.6e-3",
-    "batches of 256, half as many": "--batch_size 256 --steps 225",
     "four passes": "--epochs 4",
     "four passes, narrower clip": "--epochs 4 --clip_eps 0.1",
     "four passes, wider clip": "--epochs 4 --clip_eps 0.3",
     "four passes, no clipping": "--epochs 4 --clip_eps inf --value_clip inf",
-    "no value function": "--vf_coef 0",
     "value loss weighs 0.5": "--vf_coef 0.5",
     "value loss weighs 1": "--vf_coef 1",
     "lam = 0.9": "--lam 0.9",
@@ -93,6 +90,7 @@ FIGURES = {  # title of a column: name in a report
     "KL": "kl",
     "different answers, share of 16": "distinct",
     "tokens": "response_length",
+    "their correlation with the score": "length_correlation",
 }
 
 
@@ -141,10 +139,6 @@ class Lab:
 
     workers: int = 2  # processes at a time [1, inf]
     seeds: int = 0  # that many, from 0 on; 0: as many as stand above [0, inf]
-    steps: int = 0  # iterations of each policy, for a short try, of which nothing is kept [0, inf]
-
-    def __post_init__(self):
-        self.root = ROOT / "out" / (f"try{self.steps}" if self.steps else "results")
 
     def models(self, seed):
         out = MODELS / str(seed)
@@ -160,12 +154,11 @@ class Lab:
     def policy(self, name, seed, words):
         """Train a policy; then measure it, by an iteration with a learning rate of 0, which ends
         with the report."""
-        out = self.root / re.sub(r"[^\w.]+", "_", name) / str(seed)
+        out = RUNS / re.sub(r"[^\w.]+", "_", name) / str(seed)
         models = MODELS / (f"{seed} of few pairs" if FEW_PAIRS in name else str(seed))
         go_on = "--overwrite" if "TRL" in name else "--resume"  # TRL begins anew
         train = [*words.split(), "--models", models, "--out", out, "--no_report", go_on]
         train += ["--sft", models / "sft.pt", "--demonstrations", DATA] if "ptx" in words else []
-        train += ["--steps", self.steps] if self.steps else []
         measure = ["train_ppo.py", "--models", models, "--out", out / "measured", "--overwrite"]
         measure += ["--policy", out / "ppo.pt", "--lr", 0, "--steps", 1]
         return job(out, seed, train, measure)
@@ -175,7 +168,7 @@ class Lab:
         source = made()
         for x in jobs:
             if x.made() not in (None, source):
-                hint = f"here it would be of {source}; remove {self.root} to begin anew"
+                hint = f"here it would be of {source}; remove {RUNS} to begin anew"
                 raise UserError(f"{x.out}: is of {x.made()}; {hint}")
         with ThreadPoolExecutor(self.workers) as pool:
             list(pool.map(lambda x: x.run(source), jobs))
@@ -197,10 +190,7 @@ class Lab:
     def keep(self, sections):
         found = rounded(sections)
         print(*tables(found).values(), sep="\n\n")
-        if self.steps:
-            pictures.draw(found, self.root)
-        else:
-            pictures.draw(keep(found))
+        pictures.draw(keep(found))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -308,7 +298,7 @@ def seconds_to(goal, log):
 
 
 def seeds(lab):
-    jobs = lab.train({"default": "train_ppo.py"}, 10)["default"]
+    jobs = lab.train({"default": "train_ppo.py"}, 12)["default"]
     known, reports = limits(jobs), [x.report() for x in jobs]
     systems = {"SFT model": over_seeds([x["sft"] for x in reports])}
     systems |= {name: x for name, x in known.items() if "best" in name}
@@ -355,7 +345,7 @@ def main():
     lab, names = read_flags(__doc__, Lab(), positional="TABLE")
     if unknown := set(names) - set(parts):
         raise UserError(f"{', '.join(unknown)}: should be among {', '.join(parts)}")
-    prepare(RunConfig(device="cpu", out=lab.root))
+    prepare(RunConfig(device="cpu", out=RUNS))
     for name in names:
         lab.keep(parts[name](lab))
 

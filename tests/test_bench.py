@@ -65,9 +65,8 @@ EVERY |= {name: f"train_ppo.py {accident.RISKY} {x}" for name, x in accident.CUR
 @pytest.mark.parametrize("name", EVERY)
 def test_every_setting_is_one_that_the_scripts_take(name, tmp_path, monkeypatch):
     monkeypatch.setattr(results, "MODELS", tmp_path)
-    lab = results.Lab(steps=7)
-    lab.root = tmp_path / "runs"
-    job = lab.policy(name, 3, EVERY[name])
+    monkeypatch.setattr(results, "RUNS", tmp_path / "runs")
+    job = results.Lab().policy(name, 3, EVERY[name])
     train, measure = map(" ".join, job.commands)
     for words in job.commands["TRL" in name :]:
         script, *flags = words[words[0] == "-m" :]
@@ -76,7 +75,7 @@ def test_every_setting_is_one_that_the_scripts_take(name, tmp_path, monkeypatch)
         few = " of few pairs" * ("a quarter" in name)
         assert status == 2 and f"{tmp_path}/3{few}/sft.pt: not found" in error
     same = f"--data {results.DATA} --seed 3"
-    assert train.endswith(f"--steps 7 {same}") and "--no_report" in train
+    assert train.endswith(same) and "--no_report" in train
     assert measure.endswith(f"--policy {job.out}/ppo.pt --lr 0 --steps 1 {same}")
 
 
@@ -101,18 +100,18 @@ def finish(job, source):
 
 
 def test_runs_become_tables_and_pictures(tmp_path, monkeypatch):
-    for name, x in {"MODELS": tmp_path / "models", "DATA": tmp_path, "BEST_OF": (4,)}.items():
+    folders = {"RUNS": tmp_path, "MODELS": tmp_path / "models", "DATA": tmp_path}
+    for name, x in (folders | {"BEST_OF": (4,), "keep": lambda found: found}).items():
         monkeypatch.setattr(results, name, x)
     monkeypatch.setattr(results, "copy_files", lambda *_: None)
     monkeypatch.setattr(results.Job, "run", finish)
-    lab = results.Lab(seeds=2, steps=30)
-    lab.root = tmp_path
+    lab = results.Lab(seeds=2)
     found = results.seeds(lab) | results.settings(lab) | results.neighbours(lab)
     systems, rows, four = found["systems"], found["settings"], found["settings"]["four passes"]
     assert systems["**PPO**"]["judge"] == [10, 8] and systems["best of 4"]["KL"] == [12, 8]
     assert systems["PPO, on unseen prompts"]["KL"] == [15, 8]
     assert systems["the optimum at beta = 0.1"]["KL"] == [1.5, 0.5]
-    pairs = [[x, 0.25] for x in (22, 24, 18, 21, 21, 22)]
+    pairs = [[x, 0.25] for x in (23, 25, 18, 21, 21, 22)]
     assert [*found["seeds"]["1"].values()][:8] == [*pairs, 7, 0]
     assert four["flags"] == "--epochs 4" and four["less the default's"] == [1.5, 0.5]
     assert four["optimality"][0] == 13.5 and four["tokens"][0] == 16.5
@@ -125,9 +124,11 @@ def test_runs_become_tables_and_pictures(tmp_path, monkeypatch):
     assert results.jumps([9.0] + [1.0] * 100 + [1.9, 2.1, 1.0, 2.1]) == 2
     assert tables.mean_and_error([2.0]) == [2.0, None]
     pytest.importorskip("matplotlib")
+    draw = pictures.draw
+    monkeypatch.setattr(results.pictures, "draw", lambda found: draw(found, tmp_path))
     lab.keep(found)
     paths = {name: {"seconds": [*range(20)], "judge": [0.5] * 20} for name in pictures.LABELS}
-    pictures.draw({"pretrained_speed_paths": paths}, tmp_path)
+    draw({"pretrained_speed_paths": paths}, tmp_path)
     assert len([ElementTree.parse(path) for path in tmp_path.glob("*.svg")]) == 4
 
 
