@@ -31,7 +31,6 @@ TABLES = {  # section: title of the first column
     "settings": "setting",
     "hacked": "prompt and response",
     "neighbours": "",
-    "ladder": "grad log pi times the",
     "accident": "changed in the run",
     "pretrained": "",
     "pretrained_speed": "",
@@ -40,8 +39,8 @@ TABLES = {  # section: title of the first column
 DIGITS = {  # of a column, if not 2
     **dict.fromkeys(("SFT above the entropy, nats/token", "RM below its ceiling"), 4),
     **dict.fromkeys(("optimality", "optimality on seen prompts", "on unseen prompts"), 3),
-    **dict.fromkeys(("less the default's", "less PPO's", "share of the first"), 3),
-    **dict.fromkeys(("tokens", "variance", "jumps of the KL"), 1),
+    **dict.fromkeys(("less the default's", "less PPO's"), 3),
+    **dict.fromkeys(("tokens", "jumps of the KL"), 1),
     **dict.fromkeys(("an iteration, s", "minutes", "of these PPO", "peak, GB"), 1),
     "seconds to a judge of 2.5": 0,
 }

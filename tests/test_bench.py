@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from bench import accident, ladder, pictures, results, speed, tables, trl_ppo
+from bench import accident, pictures, results, speed, tables, trl_ppo
 from cli import ROOT, metrics, run, same_weights, write_data, write_models
 from data.files import UserError, write_jsonl
 from minippo import PPOConfig, generate
@@ -177,12 +177,6 @@ def test_the_best_policy_is_the_reference_times_exp_of_the_score_over_beta():
     exact = {name: x.sum(1).mean().item() for name, x in exact.items()}
     found = results.best_policies({"score": score, "judge": judge})
     assert found["0.3"] == pytest.approx(exact)
-
-
-def test_the_variances_of_the_ladder_fall_from_rung_to_rung():  # why: tests/test_exact.py
-    rungs = ladder.ladder(*ladder.task(vocab_size=4, horizon=4, seed=0), kl_coef=0.5).values()
-    variances = [823.3, 678.97, 362.85, 336.16]
-    assert [x["variance"] for x in rungs] == pytest.approx(variances, abs=0.01)
 
 
 def test_the_distance_is_the_kl_on_the_worst_and_the_best_answers_of_the_reference():
