@@ -56,7 +56,7 @@ def make_trainer(run, config, stage, prompts):
         total_episodes=stage.steps * stage.batch_size,
         learning_rate=stage.lr,
         warmup_steps=stage.warmup,
-        adam_beta2=0.95,
+        adam_beta2=0.99,
         adam_epsilon=stage.adam_eps,
         cliprange=config.clip_eps,
         cliprange_value=config.value_clip,

@@ -78,7 +78,7 @@ def adamw(model, lr, weight_decay=0.0, head_lr_factor=1.0, eps=1e-8):
         {"params": parameters, "peak": peak, "weight_decay": decay}
         for (peak, decay), parameters in groups.items()
     ]
-    return torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), eps=eps, fused=True)
+    return torch.optim.AdamW(groups, lr, betas=(0.9, 0.99), eps=eps, fused=True)
 
 
 def set_lr(optimizer, step, config):

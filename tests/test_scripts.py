@@ -93,7 +93,7 @@ def ids_in(folder, name, tokenizer):
 
 def plain_adamw(*groups, eps=1e-8):
     groups = [{"params": [*p], "peak": lr, "weight_decay": decay} for p, lr, decay in groups]
-    return torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=eps)
+    return torch.optim.AdamW(groups, betas=(0.9, 0.99), eps=eps)
 
 
 def set_plain_lr(optimizer, step, steps, warmup):

@@ -366,7 +366,7 @@ def test_dpo_is_these_steps_even_if_interrupted(made, tmp_path, monkeypatch, rep
 
     (policy, tokenizer, _), (ref, *_) = load_sft(made), load_sft(made)
     rows = read_ids(made / "data", "pref", "train", tokenizer, 48)
-    settings = {"betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.0}
+    settings = {"betas": (0.9, 0.99), "eps": 1e-4, "weight_decay": 0.0}
     optimizer = torch.optim.AdamW(policy.parameters(), **settings)
 
     def log_ratio(answers):
@@ -470,7 +470,7 @@ def test_iterated_labels_are_of_both_models(made, tmp_path):
 
 
 TRL = """per_device_train_batch_size=4 steps_per_generation=2 num_iterations=2 max_steps=12
-warmup_steps=4 learning_rate=0.03 adam_epsilon=0.02 adam_beta2=0.95 max_grad_norm=0.7 seed=6
+warmup_steps=4 learning_rate=0.03 adam_epsilon=0.02 adam_beta2=0.99 max_grad_norm=0.7 seed=6
 num_generations=4 temperature=0.8 max_completion_length=8 beta=0.2 epsilon=0.3 logging_steps=4
 scale_rewards=none loss_type=grpo use_bias_correction_kl=False disable_dropout=True bf16=False
 gradient_checkpointing=False use_cpu=True"""

@@ -56,7 +56,7 @@ def train_grpo(run, config, stage, prompts, tokenizer, score):
         learning_rate=stage.lr,
         warmup_steps=stage.warmup * steps,
         max_grad_norm=config.max_grad_norm,
-        adam_beta2=0.95,
+        adam_beta2=0.99,
         adam_epsilon=stage.adam_eps,
         num_generations=config.k,
         temperature=config.temperature,
