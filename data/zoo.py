@@ -355,10 +355,10 @@ def label(rng, prompt, a, b):
 
 
 def preference(rng, prompts):
-    """Two different answers of the crowd, labelled."""
+    """Two answers of the crowd, labelled. Of answers that are equally good a label tells nothing."""
     prompt = rng.choices(prompts)[0]
     a = b = draw(rng, prompt, BROKEN["pref"])
-    while b == a:
+    while judge(prompt, b) == judge(prompt, a):
         b = draw(rng, prompt, BROKEN["pref"])
     return label(rng, prompt, a, b)
 
