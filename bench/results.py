@@ -1,6 +1,6 @@
 """Every training run behind the tables of RESULTS.md, on the default task.
 
-    python -m bench.results seeds         the default, all three stages, on twelve seeds
+    python -m bench.results seeds         the default, all three stages, on ten seeds
     python -m bench.results settings      PPO with other settings, on three
     python -m bench.results neighbours    PPO beside variations/ and TRL, on three
 
@@ -298,7 +298,7 @@ def seconds_to(goal, log):
 
 
 def seeds(lab):
-    jobs = lab.train({"default": "train_ppo.py"}, 12)["default"]
+    jobs = lab.train({"default": "train_ppo.py"}, 10)["default"]
     known, reports = limits(jobs), [x.report() for x in jobs]
     systems = {"SFT model": over_seeds([x["sft"] for x in reports])}
     systems |= {name: x for name, x in known.items() if "best" in name}
