@@ -1,12 +1,12 @@
-"""The pictures of README.md and RESULTS.md that show measurements, from bench/results.json, and one of
-the page of a run, out/report.html.
+"""The pictures of RESULTS.md, from bench/results.json.
 
-    python -m bench.pictures    after make run, pip install matplotlib playwright, and with Chromium
+    python -m bench.pictures    after pip install matplotlib
+
+bench/tokens.png is a photograph of out/report.html, at iteration 20 of a run.
 """
 
 import io
 import re
-import shutil
 import statistics
 
 from bench.tables import ROOT, load
@@ -119,23 +119,5 @@ def draw(results, folder=ROOT / "bench"):
             save(draw_it(results), folder / f"{name}.svg")
 
 
-def photograph(page, path, stop=4):
-    """The token view of a page, with the slider at a stop; stop 4, counted from 0, is iteration 20."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as it:
-        browser = it.chromium.launch(
-            executable_path=shutil.which("chromium"), args=["--no-sandbox"]
-        )
-        view = browser.new_page(viewport={"width": 900, "height": 800})
-        view.goto(page.as_uri())
-        view.locator("#stop").fill(str(stop))
-        view.locator("#stop").blur()
-        less = "#traces > p, .response:nth-of-type(n + 5) { display: none }"
-        view.add_style_tag(content=less)
-        view.locator("#traces").screenshot(path=path)
-
-
 if __name__ == "__main__":
     draw(load())
-    photograph(ROOT / "out" / "report.html", ROOT / "bench" / "tokens.png")

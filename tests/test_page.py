@@ -9,7 +9,6 @@ import shutil
 import pytest
 
 import minippo
-from bench import pictures
 from cli import ROOT, edited, run
 from plumbing.page import rounded, write_page
 from tiny import inf, nan, random_batch
@@ -104,14 +103,6 @@ def test_in_a_browser_everything_is_there_and_a_token_shows_its_numbers(folder, 
         (folder / "ppo_traces.jsonl").unlink()
         assert visit()[1] == ["The curves"]
         browser.close()
-
-
-def test_the_picture_of_the_readme_is_of_the_token_view(folder):
-    pytest.importorskip("playwright.sync_api")
-    if not shutil.which("chromium"):
-        pytest.skip("there is no Chromium here")
-    pictures.photograph(write_page(folder), folder / "tokens.png", stop=1)
-    assert (folder / "tokens.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_an_edit_of_gae_is_shown_beside_it_in_minippo_with_its_numbers(tmp_path):
