@@ -203,6 +203,8 @@ def test_steps_are_timed_in_turn_on_responses_of_full_length(monkeypatch):
     rows = speed.in_turn(lambda: calls.append("a"), lambda: calls.append("b"), rounds=2)
     assert len(rows) == 2 and "".join(calls) == "ababab"
     assert speed.ratio([[2, 1], [6, 2], [9, 9]]) == 2
+    status, _, error = run("bench/speed.py", "--workload", "large")
+    assert status == 2 and "--workload large: should be one of default, small, medium" in error
 
 
 def test_ppo_of_trl_gets_our_settings_and_writes_a_model_and_a_log(tmp_path):
@@ -225,6 +227,7 @@ def test_ppo_of_trl_gets_our_settings_and_writes_a_model_and_a_log(tmp_path):
     stage = StageConfig(steps=7, batch_size=32, lr=0.03, warmup=3, adam_eps=0.02)
     made = trl_ppo.make_trainer(RunConfig(out=out, device="cpu"), config, stage, [[1], [2]])[0].args
     names = """response_length temperature kl_coef gamma lam num_ppo_epochs num_mini_batches cliprange
-        cliprange_value vf_coef total_episodes learning_rate warmup_steps adam_epsilon"""
-    values = [9, 0.8, 0.2, 0.9, 0.7, 2, 4, 0.3, 0.4, 0.6, 7 * 32, 0.03, 3, 0.02]
+        cliprange_value vf_coef total_episodes learning_rate warmup_steps adam_epsilon
+        adam_beta2"""
+    values = [9, 0.8, 0.2, 0.9, 0.7, 2, 4, 0.3, 0.4, 0.6, 7 * 32, 0.03, 3, 0.02, 0.99]
     assert [getattr(made, name) for name in names.split()] == values
