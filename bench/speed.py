@@ -191,9 +191,9 @@ class SpeedConfig:
 
 def main():
     (args,) = read_flags(__doc__, SpeedConfig())
-    prepare(RunConfig(device="cpu", out=ROOT / "out" / "speed"))
     if args.workload not in ("", *SIZES):
         raise UserError(f"--workload {args.workload}: should be one of {', '.join(SIZES)}")
+    prepare(RunConfig(device="cpu", out=ROOT / "out" / "speed"))
     names = [args.workload] if args.workload else SIZES
     found, source = {name: measure(name) for name in names}, {"made": made()}
     labels = dict.fromkeys(label for x in found.values() for label in x)

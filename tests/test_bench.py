@@ -1,17 +1,29 @@
 """What bench/ runs, counts and writes. Run: python -m pytest tests/test_bench.py"""
 
 import re
+import shutil
+import subprocess
+import time
+from dataclasses import asdict
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from bench import accident, pictures, results, speed, tables, trl_ppo
-from cli import ROOT, metrics, run, same_weights, write_data, write_models
-from data.files import UserError, write_jsonl
+from cli import ROOT, run, same_weights, write_data, write_models, write_rows
+from data import zoo
+from data.files import UserError, read_log, write_jsonl
+from data.rows import load_rows
 from minippo import PPOConfig, generate
+from plumbing.checkpoints import load_checkpoint, save_checkpoint
 from plumbing.flags import RunConfig
-from tiny import tiny_gpt
+from plumbing.packing import PackedTrunk
+from plumbing.rows import read_prompts
+from plumbing.tokenizer import texts_of
+from plumbing.training import FitConfig
+from tiny import f64, stir, tiny_gpt, weights
 from train_ppo import StageConfig
 
 ROWS = {"PPO": {"flags": "", "judge": [2.345, 0.0125], "tokens": 3, "made": "a"}}
@@ -43,6 +55,22 @@ def test_results_are_kept_with_their_tables_unless_rows_are_of_several_commits(
     assert tables.tables(kept)["made"].endswith("| neighbours | a |")
 
 
+@pytest.mark.skipif(not shutil.which("git"), reason="needs git")
+def test_code_that_is_not_committed_is_marked(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x", *words], cwd=tmp_path)
+
+    for folder in ("tests", "bench", "."):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "x.py").write_text("1")
+    git("init", "-q"), git("add", "."), git("commit", "-qm", "x")
+    for folder, mark in (("tests", False), ("bench", False), (".", True)):
+        (tmp_path / folder / "x.py").write_text("2")
+        assert ("+," in tables.made()) == mark
+
+
 def test_a_job_is_done_when_its_last_process_has_ended_well_and_each_has_one_thread(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import os; print(os.environ['OMP_NUM_THREADS']); exit(int(os.sys.argv[1]))")
@@ -68,6 +96,7 @@ def test_every_setting_is_one_that_the_scripts_take(name, tmp_path, monkeypatch)
     monkeypatch.setattr(results, "RUNS", tmp_path / "runs")
     job = results.Lab().policy(name, 3, EVERY[name])
     train, measure = map(" ".join, job.commands)
+    assert {*re.findall(r"\d[\d.]*", name)} <= {*job.commands[0]}
     for words in job.commands["TRL" in name :]:
         script, *flags = words[words[0] == "-m" :]
         script = script if script.endswith(".py") else script.replace(".", "/") + ".py"
@@ -84,13 +113,16 @@ def finish(job, source):
     seed, few = int(job.commands[0][-1]), "few" in str(job.commands)
     x = 16.0 * seed + ("four_passes" in str(job.out)) * (1 + seed)
     report = {"suspects": {"count": 7}}
-    names = (*results.FIGURES.values(), "above_entropy", "below_ceiling")
+    names = "judge score optimality kl distinct response_length length_correlation".split()
+    names += ["above_entropy", "below_ceiling"]
     for i, part in enumerate(("sft", "rm", "ppo", "ppo_seen", "ppo_unseen")):
         report[part] = dict.fromkeys([f"{name}_se" for name in names], 0.25)
         report[part] |= {name: x + i + j for j, name in enumerate(names)}
     report["best_of_n"] = {"4": report["rm"]}
-    report["samples"] = [{"prompt": "Who?", "ppo": report["ppo"] | {"text": " I. "}}] * few
-    log = [dict.fromkeys(("score", "kl"), i + x) for i in range(30)]
+    kl = 5 + ("--kl_coef" in job.commands[0])
+    answers = [{"text": f" {i}. ", "score": i, "judge": 0, "kl": kl} for i in (3, 1, 4, 2)]
+    report["samples"] = [{"prompt": "Who?", "ppo": answer} for answer in answers] * few
+    log = [{"score": -i, "kl": i + x} for i in range(30)]
     log = [row | {"judge": i / 8, "seconds": 2.0 * i + seed} for i, row in enumerate(log)]
     optima = {str(b): {"score": 1.0, "judge": 2.0, "kl": seed + (b == 0.1)} for b in results.BETAS}
     files = {"measured/report.json": [report], "ppo.jsonl": log, "optima.json": [optima]}
@@ -105,31 +137,57 @@ def test_runs_become_tables_and_pictures(tmp_path, monkeypatch):
         monkeypatch.setattr(results, name, x)
     monkeypatch.setattr(results, "copy_files", lambda *_: None)
     monkeypatch.setattr(results.Job, "run", finish)
-    lab = results.Lab(seeds=2)
+    lab, jumps = results.Lab(seeds=2), results.jumps
+    monkeypatch.setattr(results, "jumps", max)
+    steps = int(lab.few_pairs(3).commands[0][-5])
+    assert 0 <= zoo.ROWS["pref_train"] / 4 - steps * FitConfig.batch_size < FitConfig.batch_size
+    assert len(results.seeds(results.Lab())["seeds"]) == 10
     found = results.seeds(lab) | results.settings(lab) | results.neighbours(lab)
     systems, rows, four = found["systems"], found["settings"], found["settings"]["four passes"]
+    assert systems["SFT model"]["judge"] == [8, 8]
     assert systems["**PPO**"]["judge"] == [10, 8] and systems["best of 4"]["KL"] == [12, 8]
     assert systems["PPO, on unseen prompts"]["KL"] == [15, 8]
     assert systems["the optimum at beta = 0.1"]["KL"] == [1.5, 0.5]
     pairs = [[x, 0.25] for x in (23, 25, 18, 21, 21, 22)]
-    assert [*found["seeds"]["1"].values()][:8] == [*pairs, 7, 0]
+    assert [*found["seeds"]["1"].values()][:8] == [*pairs, 7, 45]
     assert four["flags"] == "--epochs 4" and four["less the default's"] == [1.5, 0.5]
     assert four["optimality"][0] == 13.5 and four["tokens"][0] == 16.5
     assert rows["default"]["less the default's"] is rows[results.HACKED]["less the default's"]
-    assert found["hacked"]["Who? **I.**"]["KL"] == 5
+    hacked = [{"score": i, "judge": 0, "KL": 6, "made": tables.made()} for i in (4, 3, 2)]
+    assert [*found["hacked"].items()] == [(f"Who? **{x['score']}.**", x) for x in hacked]
     assert found["neighbours"]["DPO"]["seconds to a judge of 2.5"] == [50.5, 0.5]
     assert found["paths"]["default"]["kl"] == [12.5, 22.5, 32.5]
     log = [{"judge": 0.0, "seconds": 1.0}] * 10 + [{"judge": 25.0, "seconds": 2.0}]
     assert results.seconds_to(2.5, log) == 2.0 and results.seconds_to(2.6, log) is None
-    assert results.jumps([9.0] + [1.0] * 100 + [1.9, 2.1, 1.0, 2.1]) == 2
+    assert jumps([9.0] + [1.0] * 100 + [1.9, 2.1, 1.0, 2.1]) == 2
     assert tables.mean_and_error([2.0]) == [2.0, None]
     pytest.importorskip("matplotlib")
     draw = pictures.draw
     monkeypatch.setattr(results.pictures, "draw", lambda found: draw(found, tmp_path))
     lab.keep(found)
-    paths = {name: {"seconds": [*range(20)], "judge": [0.5] * 20} for name in pictures.LABELS}
-    draw({"pretrained_speed_paths": paths}, tmp_path)
+    path = {"seconds": [*range(20)], "judge": [*range(20)]}
+    pretrained = {"pretrained_speed_paths": dict.fromkeys(pictures.LABELS, path)}
+    draw(pretrained, tmp_path)
     assert len([ElementTree.parse(path) for path in tmp_path.glob("*.svg")]) == 4
+    path, limits = found["paths"]["default"], found["limits"]
+    points = {x: [y["KL"][0], y["judge"][0]] for x, y in limits.items()}
+    judged = [*zip(path["kl"], path["judge"])]
+    for drawing, lines in (
+        (pictures.draw_frontier(found).axes[1], {"PPO, beta = 0.1": judged}),
+        (pictures.draw_frontier(found).axes[1], {"best of 4, 16, 64": [points.pop("best of 4")]}),
+        (pictures.draw_frontier(found).axes[1], {"the best policy, over beta": points.values()}),
+        (pictures.draw_hacking(found).axes[0], {"judge, beta = 0.1": judged}),
+    ):
+        drawn = {line.get_label(): line.get_xydata().tolist() for line in drawing.lines}
+        for label, expected in lines.items():
+            assert drawn[label] == [list(point) for point in expected]
+    assert pictures.draw_pretrained(pretrained).axes[0].lines[0].get_ydata()[5] == 3
+    rows = {"neighbours": {"PPO": {"KL": [2, 0.5], "score": [1, 0], "judge": [3, 0.25]}}}
+    bars = pictures.draw_neighbours(rows | {"limits_of_neighbours": {}}).axes[1].containers[0][2]
+    assert [x.get_segments()[0].tolist() for x in bars] == [
+        [[1.5, 3], [2.5, 3]],
+        [[2, 2.75], [2, 3.25]],
+    ]
 
 
 def test_a_pretrained_run_becomes_a_row(monkeypatch):
@@ -170,6 +228,34 @@ def test_a_pretrained_run_becomes_a_row(monkeypatch):
     assert found["pretrained_speed"] == {"row": {"made": "b"}}
 
 
+def test_no_stage_of_a_pretrained_run_sees_what_the_judge_learns_from(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    from bench import pretrained
+
+    for split, n in (("train", 12), ("val", 2)):
+        pairs = [(f"{split} {i}", f" good {i}", f" bad {i}") for i in range(n)]
+        write_rows(tmp_path / "data", **{f"pref_{split}": pairs})
+        write_rows(tmp_path / "data", **{f"prompts_{split}": [x[:1] for x in pairs]})
+        write_rows(tmp_path / "data", **{f"sft_{split}": [x[:2] for x in pairs]})
+    seen = {}
+    for name in ("naive_bayes", "first_stages", "keep"):
+        monkeypatch.setattr(pretrained, name, lambda *x, name=name: seen.update({name: x}) or bool)
+    for name in ("load_model", "AutoTokenizer", "register_optimizer_step_post_hook", "row_of"):
+        monkeypatch.setattr(pretrained, name, lambda *_: {})
+    pretrained.AutoTokenizer.from_pretrained = lambda _: None
+    for name in ("classifier_score", "Policy", "normalised"):
+        monkeypatch.setattr(pretrained.hf, name, lambda *_: None)
+    monkeypatch.setattr(pretrained, "OUT", tmp_path / "out")
+    monkeypatch.setattr(pretrained, "train", lambda *x: seen.update(train=x) or x[-1].note("after"))
+    monkeypatch.setattr("sys.argv", ["", "stages", str(tmp_path / "data")])
+    pretrained.main()
+    (judged,), (_, sft, pairs) = seen["naive_bayes"], seen["first_stages"]
+    every = load_rows(tmp_path / "data" / "pref_train.jsonl", "pref")
+    assert judged == every[::3] and len(sft) == len(pairs) == 8
+    assert not {*judged} & {*pairs} and not {x[:2] for x in judged} & {*sft}
+    assert seen["train"][2:4] == ([f"train {i}" for i in range(12)], ["val 0", "val 1"])
+
+
 def test_the_best_policy_is_the_reference_times_exp_of_the_score_over_beta():
     score, judge = torch.randn(2, 3, 5).double()
     p = (score / 0.3).softmax(1)
@@ -191,6 +277,36 @@ def test_the_distance_is_the_kl_on_the_worst_and_the_best_answers_of_the_referen
         assert found[kind] == pytest.approx((p.exp() * (p - q)).sum(1).mean().item())
 
 
+def test_what_is_measured_is_of_these_models_and_prompts(tmp_path, monkeypatch):
+    data, seen = write_data(tmp_path / "data"), []
+    policy, tokenizer, _ = load_checkpoint(write_models(tmp_path) / "sft.pt", ["sft"])
+    facts = {"sft": load_checkpoint(tmp_path / "rm.pt", ["rm"])[2]["sft"]}
+    save_checkpoint(tmp_path / "ppo.pt", "ppo", stir(policy), tokenizer, **facts)
+    train, prompts = (read_prompts(data, x, tokenizer, 48) for x in ("train", "val"))
+    for module in (results, accident):
+        monkeypatch.setattr(module, "DATA", data)
+    monkeypatch.setattr(results, "best_policies", lambda reference: reference)
+    monkeypatch.setattr(results, "Ruler", lambda *x: SimpleNamespace(reference=x[1]))
+    torch.manual_seed(3)
+    shuffled = [prompts[i] for i in torch.randperm(len(prompts))]
+    assert results.optima(tmp_path, 3) == shuffled  # as in the report of this seed
+    monkeypatch.setattr(accident, "distances", lambda *x: seen.extend(x) or {})
+    report = {"ppo": {"optimality": 0.5}}
+    job = SimpleNamespace(out=tmp_path, log=lambda: [{"kl": 0.0}], report=lambda: report)
+    assert accident.figures_of(job, tmp_path) == {"jumps": 0, "optimality": 0.5}
+    for model, name in zip(seen, ("ppo", "sft")):
+        exact = load_checkpoint(tmp_path / f"{name}.pt", [name])[0]
+        assert torch.equal(weights(model), weights(exact))
+    assert seen[3] == train
+    row = results.over_seeds([{"low": 1, "high": 2}], accident.FIGURES)
+    assert (
+        row["KL on answers of low scores, nats per token"][0] == 1 and row["of high scores"][0] == 2
+    )
+    words = accident.CURES["all three, as by default"].split()
+    defaults = asdict(PPOConfig()) | asdict(StageConfig())
+    assert {x[2:]: float(y) for x, y in zip(words[::2], words[1::2])}.items() <= defaults.items()
+
+
 def test_steps_are_timed_in_turn_on_responses_of_full_length(monkeypatch):
     monkeypatch.setitem(speed.SIZES, "small", (300, 32, 1, 2, 8, 4, 9, 5))
     monkeypatch.setattr(speed, "beside_others", lambda work: {})
@@ -203,31 +319,72 @@ def test_steps_are_timed_in_turn_on_responses_of_full_length(monkeypatch):
     rows = speed.in_turn(lambda: calls.append("a"), lambda: calls.append("b"), rounds=2)
     assert len(rows) == 2 and "".join(calls) == "ababab"
     assert speed.ratio([[2, 1], [6, 2], [9, 9]]) == 2
+    made, workload = [], speed.Workload
+    monkeypatch.setattr(workload, "iteration", lambda _: [1, 2, 3])
+    monkeypatch.setattr(speed, "Workload", lambda *x: made.append(workload(*x)) or made[-1])
+    monkeypatch.setattr(speed, "in_turn", lambda *x: [[1 + (f.__self__ is made[1]) for f in x]])
+    assert [*speed.measure("small").values()] == [2, 2, 2, 1, 2, 3]
+    assert [isinstance(x.policy.trunk, PackedTrunk) for x in made] == [True, False]
     status, _, error = run("bench/speed.py", "--workload", "large")
     assert status == 2 and "--workload large: should be one of default, small, medium" in error
 
 
-def test_ppo_of_trl_gets_our_settings_and_writes_a_model_and_a_log(tmp_path):
+def test_trl_and_transformers_are_timed_beside_ours(monkeypatch):
+    pytest.importorskip("trl")
+    work, calls = speed.Workload((300, 32, 1, 2, 8, 4, 9, 5)), []
+    work.iteration = lambda: [1e6]
+
+    def in_turn(*functions):
+        for function in functions:
+            calls.append("begins"), function()
+        return [[3, 1]]
+
+    monkeypatch.setattr(speed, "in_turn", in_turn)
+    monkeypatch.setattr(speed, "generate", lambda *_: calls.append("ours"))
+    sampling, iteration = speed.beside_others(work).values()
+    assert calls == ["begins", "begins", "ours"] and sampling == 3 and 0 < iteration < 1
+
+
+def test_ppo_of_trl_gets_our_settings_and_writes_a_model_and_a_log(tmp_path, monkeypatch):
     pytest.importorskip("trl")
     write_data(tmp_path / "data")
     write_models(tmp_path)
-    out, flags = (
-        tmp_path / "trl",
-        "--steps 2 --batch_size 8 --max_new_tokens 8 --lr 0.01 --warmup 0",
-    )
-    folders = ["--models", tmp_path, "--data", tmp_path / "data", "--out", out, "--no_report"]
-    status, _, error = run("bench/trl_ppo.py", *folders, *flags.split(), "--device", "cpu")
+    out = tmp_path / "trl"
+    flags = "--steps 2 --batch_size 8 --max_new_tokens 8 --lr 0.01 --warmup 0 --no_report".split()
+    flags += ["--models", tmp_path, "--data", tmp_path / "data", "--out", out, "--device", "cpu"]
+    judged, states, clock = [], [], time.perf_counter
+
+    def watched_generate(policy, *given):
+        judged.append(weights(policy.trunk)), states.append(torch.get_rng_state())
+        return generate(policy, *given)
+
+    def watched_texts_of(*given):
+        assert torch.equal(torch.get_rng_state(), states[-1])  # TRL draws what it would have drawn
+        return texts_of(*given)
+
+    monkeypatch.setattr("minippo.generate", watched_generate)
+    monkeypatch.setattr("plumbing.tokenizer.texts_of", watched_texts_of)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + 1e6 * len(judged))
+    status, _, error = run("bench/trl_ppo.py", *flags)
     assert status == 0, error
-    first, second = metrics(out / "ppo.jsonl")
+    assert torch.equal(judged[-1], weights(load_checkpoint(out / "ppo.pt", ["ppo"])[0].trunk))
+    first, second = read_log(out / "ppo.jsonl")
+    assert second["seconds"] < 1e6
     assert [first["step"], second["step"]] == [1, 2] and -3 <= first["judge"] <= 3
     assert abs(first["kl"]) < 1e-5 < second["kl"]
     assert not same_weights(out / "ppo.pt", tmp_path / "sft.pt")
     config = PPOConfig(9, 0.8, kl_coef=0.2, gamma=0.9, lam=0.7, epochs=2, minibatches=4)
     config.clip_eps, config.value_clip, config.vf_coef = 0.3, 0.4, 0.6
+    config.max_grad_norm, config.missing_eos_penalty = 0.7, 0.5
     stage = StageConfig(steps=7, batch_size=32, lr=0.03, warmup=3, adam_eps=0.02)
-    made = trl_ppo.make_trainer(RunConfig(out=out, device="cpu"), config, stage, [[1], [2]])[0].args
+    run_config = RunConfig(out=out, device="cpu", seed=6)
+    trainer, _ = trl_ppo.make_trainer(run_config, config, stage, [[1], [2]])
+    head = trainer.reward_model.score
+    assert head.cap == load_checkpoint(tmp_path / "rm.pt", ["rm"])[0].cap
+    assert trl_ppo.Capped(torch.nn.Identity(), 1.0)(f64([2.0, 0.0])).tolist() == [1, 0]
     names = """response_length temperature kl_coef gamma lam num_ppo_epochs num_mini_batches cliprange
         cliprange_value vf_coef total_episodes learning_rate warmup_steps adam_epsilon
-        adam_beta2"""
+        adam_beta2 max_grad_norm missing_eos_penalty seed per_device_train_batch_size"""
     values = [9, 0.8, 0.2, 0.9, 0.7, 2, 4, 0.3, 0.4, 0.6, 7 * 32, 0.03, 3, 0.02, 0.99]
-    assert [getattr(made, name) for name in names.split()] == values
+    values += [0.7, 0.5, 6, 32]
+    assert [getattr(trainer.args, name) for name in names.split()] == values

@@ -16,7 +16,7 @@ def convert(folder, text, flags):
     """-> status, stdout, stderr of the command for a file of this text, or of these objects."""
     if not isinstance(text, str):
         text = "".join(json.dumps(row) + "\n" for row in text)
-    path = folder / ("x.csv" if "q,a" in text[:4] else "x")
+    path = folder / ("x.CSV" if "q,a" in text[:4] else "x")
     path.write_bytes(text.encode())
     return run("data/convert.py", path, "--out", folder / "out", *flags.split())
 
@@ -37,7 +37,7 @@ def talk(*texts):
 LINES = '\ufeff{"x": 1, "a": "2", "q": "é"}\r\n\n \t\n{"q": "\\ud83d", "a": "\u2028c"}'
 TABLE = '\ufeffq,a,x\r\n"é, ""1""\n2",3,\r\n\r\n"4\n",\u20285,6'
 ALPACA = [{"q": "1", "input": "", "a": "2"}, {"q": "3", "input": "4", "a": "5"}]
-KTO = [{"q": f"{x}", "a": "b", "label": x} for x in (True, False, 1, 0, "True", None)]
+KTO = [{"q": f"{x}", "a": "b", "label": x} for x in (True, False, 1, 0, "TRUE", 1.0, None)]
 SYSTEM = [{"role": "system", "content": " Be kind.\n"}]
 LONG = "System: Be kind.\nUser: 1\nAssistant: 2\nUser: 3\nAssistant:"
 SHAREGPT = [{"from": "human", "value": "1"}, {"from": "gpt", "value": "3"}]
@@ -49,6 +49,7 @@ BAD_PAIRS = [dict(zip("qab", texts)) for texts in (" 12", "1\n2", ("1", "2", " 2
 WHOLE = [
     {"q": "1", "a": chat("1", "2", "3", "4"), "b": "5"},
     {"q": "1", "a": "2", "b": talk("1", "2")},
+    {"q": "1", "a": SYSTEM + chat("1", "2"), "b": "3"},
 ]
 BAD_CHATS = [{"m": x} for x in ([], chat("1", "2", "3"), "Human: 1", chat("", "2")[1:])]
 
@@ -63,14 +64,14 @@ BAD_CHATS = [{"m": x} for x in ([], chat("1", "2", "3"), "Human: 1", chat("", "2
         ("--prompt q,input --completion a", ALPACA, [("1", " 2"), ("3\n4", " 5")]),
         (SFT + " --ignore input", ALPACA, [("1", " 2"), ("3", " 5")]),
         (SFT, ALPACA[:1], [("1", " 2")]),
-        (SFT + " --where label", KTO, [("True", " b"), ("1", " b")]),
+        (SFT + " --where label", KTO, [(x, " b") for x in ("True", "1", "TRUE", "1.0")]),
         (CHAT, [{"m": SYSTEM + chat(" 1", "2", "3\n", "\n4 ")}], [(LONG, "\n4 ")]),
         (CHAT, [{"m": talk("1", "2", "3", "4 \n")}], [(talk("1", "2", "3", "")[:-1], " 4")]),
         (PAIR, [CHATS, HH], [(Q, " 2", " 3"), (talk("1", "")[:-1], " 2", " 3")]),
         (PREF, [TRL, ULTRAFEEDBACK], [(Q, " 2", " 3"), ("1\n", "2", "\n3")]),
         (SFT, [{"q": "1", "a": "2"}, {"q": None, "a": "2"}], [("1", " 2")]),
         # Rows that teach nothing are skipped; without any other, that is a fault.
-        (PREF, WHOLE, "2 skipped; an answer is a whole chat: leave out --prompt: 2"),
+        (PREF, WHOLE, "3 skipped; an answer is a whole chat: leave out --prompt: 3"),
         (PREF, BAD_PAIRS, "0 rows kept, 3 skipped; empty prompt or answer: 2; equal answers: 1\n"),
         (
             CHAT,
@@ -92,7 +93,7 @@ BAD_CHATS = [{"m": x} for x in ([], chat("1", "2", "3"), "Human: 1", chat("", "2
         (PROMPTS, '[{"q": "1"}', "x: cannot be read ("),
         (CHAT, [{"m": ["hi"]}], 'x, line 1: found "hi", no message'),
         (CHAT, [{"m": [{"role": "user"}]}], 'found {"role": "user"}, no message'),
-        (SFT, "q,a,q\n1,2,3", "x.csv: cannot be read (a column name comes twice in q, a, q)"),
+        (SFT, "q,a,q\n1,2,3", "x.CSV: cannot be read (a column name comes twice in q, a, q)"),
         (SFT, "q,a\n1,2\n\n3,4,5", "row 2 has 3 values for 2 columns"),
         (SFT, 'q,a\n1,"2\n', "cannot be read (unexpected end of data)"),
         (SFT, ALPACA, "without 'input' a row may mean something else; add it to --prompt"),

@@ -877,7 +877,8 @@ def test_functions_use_what_stands_above_them_and_those_of_tensors_need_torch_al
 def test_a_trace_is_the_table_of_the_drawing_turned_round():
     batch, rows = drawn_batch(), drawing()
     batch |= compute_advantages(batch, PPOConfig())
-    columns = trace(batch, 0, rows["tokens"].__getitem__)
+    two = {name: torch.cat([torch.zeros_like(x), x]) for name, x in batch.items()}
+    columns = trace(two, 1, rows["tokens"].__getitem__)
     titles = ["log pi", "log ref", "KL", "reward", "value", "advantage", "return", "credit"]
     assert [*columns] == ["action", *titles]
     head, *lines = table(columns)
@@ -912,3 +913,14 @@ def test_the_example_learns_what_its_score_function_likes_where_there_is_nothing
     assert sum(turns) > 0.8 * len(turns)
     assert printed[6].split()[0] == "action" and printed[-1].split()[0] == "<eos>"
     assert 8 <= len(printed) <= 15
+
+
+def test_the_example_begins_with_the_same_weights_and_lowers_the_learning_rate(monkeypatch):
+    batch, seen, rates = random_batch(0), [], []
+    monkeypatch.setattr(minippo, "rollout", lambda *x: seen.append(weights(x[0])) or {**batch})
+    monkeypatch.setattr(
+        minippo, "ppo_update", lambda _, x, *__: rates.append(x.param_groups[0]["lr"])
+    )
+    minippo.main(), torch.manual_seed(1), minippo.main()
+    assert torch.equal(seen[0], seen[100]) and len(rates) == 200
+    assert rates[:100] == pytest.approx([3e-3 * (1 - i / 100) for i in range(100)])

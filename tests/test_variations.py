@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 from dataclasses import astuple, fields
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,7 @@ import minippo
 from cli import CPU, FLAGS, PPO, ROOT, metrics, run, stage, write_data, write_models, write_rows
 from data.rows import load_rows
 from minippo import PPOConfig, evaluate_actions, frozen_copy, generate, row_lengths
+from plumbing import packing
 from plumbing.checkpoints import load_checkpoint, save_checkpoint
 from plumbing.flags import RunConfig, explanations
 from plumbing.models import load_algorithm, load_models
@@ -271,7 +273,7 @@ ALGORITHMS = [*FLAGS_OF][:-2]
 
 
 @pytest.mark.parametrize("name", FLAGS_OF)
-def test_their_own_flags_and_those_that_are_refused(name):
+def test_their_own_flags_and_those_that_are_refused(name, tmp_path):
     script = ["train_ppo.py", "--algorithm", name]
     script = script if name in ALGORITHMS else [f"variations/{name}.py"]
     settings = importlib.import_module(f"variations.{name}").Settings
@@ -287,6 +289,8 @@ def test_their_own_flags_and_those_that_are_refused(name):
     assert (flags - shown, status) == ({*unread}, 0) and f"(out/{name})" in printed
     for flag in unread:
         assert run(*script, f"--{flag}=1")[0] == 2
+    if name == "dpo" or name == "outgrow" and find_spec("trl"):
+        assert f"{tmp_path}/sft.pt: not found" in run(*script, "--out", tmp_path / "x")[2]
 
 
 # As programs
@@ -351,8 +355,18 @@ def test_ptx_adds_the_loss_of_as_many_demonstrations(made):
 def test_dpo_is_these_steps_even_if_interrupted(made, tmp_path, monkeypatch, reported, ipo):
     flags = ["--models", made, "--out", tmp_path, *PPO, *["--ipo"] * ipo, "--samples", 2]
     flags += "--lr 0.01 --kl_coef 0.4 --micro_batch 3 --temperature 0.8 --batch_size 9".split()
-    flags += "--seed 5 --max_grad_norm 0.5 --data".split()
-    steps = []
+    flags += "--seed 5 --max_grad_norm 0.5 --adam_eps 0.01".split()
+    flags += [
+        "--dtype",
+        "bfloat16",
+        "--grad_checkpoint",
+        "--policy",
+        tmp_path / "first.pt",
+        "--data",
+    ]
+    (policy, tokenizer, _), (ref, *_), steps, given = load_sft(made), load_sft(made), [], []
+    facts = {"sft": load_checkpoint(made / "rm.pt", ["rm"])[2]["sft"]}
+    save_checkpoint(tmp_path / "first.pt", "ppo", stir(policy, 0.1), tokenizer, **facts)
 
     def press_ctrl_c(*arguments, step=minippo.gradient_step):
         steps.append(arguments)
@@ -360,13 +374,18 @@ def test_dpo_is_these_steps_even_if_interrupted(made, tmp_path, monkeypatch, rep
             signal.raise_signal(signal.SIGINT)
         return step(*arguments)
 
+    def packed(models, *more, function=packing.packed):
+        given.append(more)
+        return function(models)
+
+    monkeypatch.setattr(packing, "packed", packed)
     monkeypatch.setattr(minippo, "gradient_step", press_ctrl_c)
     assert "step 2 is saved" in run("variations/dpo.py", *flags, made / "data")[2]
     assert run("variations/dpo.py", *flags, made / "data", "--resume")[::2] == (0, "")
 
-    (policy, tokenizer, _), (ref, *_) = load_sft(made), load_sft(made)
+    assert given == [("bfloat16", True)] * 2
     rows = read_ids(made / "data", "pref", "train", tokenizer, 48)
-    settings = {"betas": (0.9, 0.99), "eps": 1e-4, "weight_decay": 0.0}
+    settings = {"betas": (0.9, 0.99), "eps": 0.01, "weight_decay": 0.0}
     optimizer = torch.optim.AdamW(policy.parameters(), **settings)
 
     def log_ratio(answers):
@@ -419,14 +438,18 @@ def test_an_ensemble_scores_by_the_mean_or_the_lowest_of_its_members(made, tmp_p
     assert_equal(ensemble.mean(ids, mask, facts["sft"]), expected.mean(0), 1e-6)
     assert_equal(ensemble.minimum(ids, mask, facts["sft"]), expected.min(0).values, 1e-6)
     assert torch.equal(torch.get_rng_state(), state)
-    flags = "--models", made, "--reward", "variations.ensemble:minimum"
-    assert stage("ppo", made / "data", tmp_path / "out", *flags)[::2] == (0, "")
+    for name in ("mean", "minimum"):
+        flags = "--models", made, "--reward", f"variations.ensemble:{name}"
+        assert stage("ppo", made / "data", tmp_path / name, *flags)[::2] == (0, "")
     with pytest.raises(UserError, match="made from this run's sft.pt"):
         ensemble.mean(ids, mask, "another")
     save_checkpoint(tmp_path / "2" / "rm.pt", "rm", model, tokenizer, sft="another")
     ensemble.members.cache_clear()
     with pytest.raises(UserError, match="made from this run's sft.pt"):
         ensemble.mean(ids, mask, facts["sft"])
+    monkeypatch.delenv("ENSEMBLE")
+    with pytest.raises(UserError, match="^out/ensemble/"):
+        ensemble.mean(ids, mask, "another")
 
 
 def bad_label(*given):
@@ -440,7 +463,7 @@ def label(rng, prompt, a, b):
 def test_iterated_labels_are_of_both_models(made, tmp_path):
     data, first = shutil.copytree(made / "data", tmp_path / "data"), tmp_path / "1"
     with open(data / "prompts_train.jsonl", "a") as file:  # one is empty, one leaves no room
-        file.writelines(json.dumps({"prompt": x}) + "\n" for x in ("", "a" * 99))
+        file.writelines(json.dumps({"prompt": x}) + "\n" for x in ("", "~" * 48))
     assert stage("ppo", data, first, "--temperature=0.8", "--lr=0.02", "--models", made)[0] == 0
     flags = "--models", made, "--data", data, "--out", first, "--seed", 3, *CPU
     flags += "--pairs", 300, "--label", "test_variations:label"
@@ -504,5 +527,9 @@ def test_what_trl_trains_with_means_what_ours_does(made, tmp_path, monkeypatch, 
     for wrong in (6, 12):
         flags += ["--overwrite", "--minibatches", wrong - 4, "--batch_size", wrong]
         assert "no multiple" in run("variations/outgrow.py", *flags)[2]
+    flags[flags.index("--no_std")] = "--no_length"
+    monkeypatch.setattr(trl, "GRPOTrainer", lambda *x: trainers.append(x) or sys.exit(3))
+    assert run("variations/outgrow.py", *flags, "--minibatches", 2, "--batch_size", 8)[0] == 3
+    assert (trainers[-1][2].scale_rewards, trainers[-1][2].loss_type) == ("group", "dapo")
     monkeypatch.setitem(sys.modules, "trl", None)
     assert "pip install trl" in run("variations/outgrow.py", *flags)[2]

@@ -250,6 +250,8 @@ def test_scores_are_normalised_over_answers_of_the_policy_and_capped():
     found = normal(*hf.sample(policy, PROMPTS * 9, 8)[:2]) * raw.std() + raw.mean()
     assert seen[-1].max() > raw.quantile(0.99)
     torch.testing.assert_close(found, seen[-1].clamp(max=raw.quantile(0.99)))
+    equal = hf.normalised(lambda tokens, _: torch.ones(len(tokens)), policy, PROMPTS, 4, answers=4)
+    assert equal(torch.ones(2, 3), None).tolist() == [0, 0]
 
 
 # The three stages
