@@ -98,7 +98,10 @@ def test_an_exported_policy_gives_the_same_logits_and_can_be_read_again(tmp_path
     for a, b in zip(again.trunk.parameters(), model.trunk.parameters(), strict=True):
         assert torch.equal(a, b)
     given = "--data", write_data(tmp_path / "data"), "--out", tmp_path / "run", "--init", out
-    assert run("train_sft.py", *CPU, *given, "--steps", 1)[::2] == (0, "")
+    with open(tmp_path / "data" / "sft_train.jsonl", "a") as file:
+        file.write(json.dumps({"prompt": "~" * 20, "completion": "~" * 20}) + "\n")
+    status, said, error = run("train_sft.py", *CPU, *given, "--steps", 1)
+    assert (status, error) == (0, "") and " 1 cut at the end of the context" in said
     assert load_checkpoint(tmp_path / "run" / "sft.pt", ["sft"])[0].config.context == 32
     words = [*TEXTS[:2], "--max_new_tokens", 9, "--n", 3]
     assert run("sample.py", out, *words) == run("sample.py", tmp_path / "sft.pt", *words)

@@ -16,7 +16,7 @@ from cli import write_data, write_models
 from minippo import GPT, GPTConfig, PPOConfig, RewardModel, evaluate_actions, frozen_copy
 from plumbing import watch
 from plumbing.checkpoints import fingerprint, load_checkpoint, load_weights, save_checkpoint
-from plumbing.models import add_critic, load_models, text_reward
+from plumbing.models import add_critic, load_algorithm, load_models, text_reward
 from plumbing.tokenizer import Tokenizer
 from tiny import inf, marks, nan, stir, tiny_gpt
 from train_ppo import StageConfig
@@ -126,6 +126,15 @@ def test_a_function_is_known_by_its_file_and_scores_texts_or_tokens(folder, monk
 # What watches
 
 
+def test_a_package_that_an_algorithm_lacks_is_named(monkeypatch):
+    def lacking(_):
+        raise ModuleNotFoundError("no peft", name="peft")
+
+    monkeypatch.setattr("importlib.import_module", lacking)
+    with pytest.raises(ModuleNotFoundError, match="no peft"):
+        load_algorithm("rloo")
+
+
 def test_a_reward_model_no_better_than_chance_is_doubted():
     for accuracy, pairs, loss, says in (
         (0.59, 100, 0.693, ["59.0 % of 100 validation"]),
@@ -213,11 +222,14 @@ def test_what_is_wrong_with_an_iteration_is_said():
 
 def test_an_iteration_is_logged_traced_and_shown(tmp_path, monkeypatch, capsys):
     clock, pages, ended = iter([0.0, 59.0, 61.0, 61.0, 100.0]), [], []
+    kinds = iter(["a", "ab", "ab"])  # of faults in an iteration
     for name, x in {
         "time": SimpleNamespace(perf_counter=lambda: next(clock)),
         "write_page": lambda *given: pages.append(given),
         "judge_of": {"zoo": lambda prompt, _: float(len(prompt) == 2)}.get,
-        "faults": lambda _, kl, texts: {"a": f"{kl.sum():.3f}, {'AB' in texts}"},
+        "faults": lambda _, kl, texts: dict.fromkeys(
+            next(kinds), f"{kl.sum():.3f}, {'AB' in texts}"
+        ),
     }.items():
         monkeypatch.setattr(watch, name, x)
     state = SimpleNamespace(run=SimpleNamespace(out=tmp_path, data="zoo"), settings={"lr": 1})
@@ -226,9 +238,12 @@ def test_an_iteration_is_logged_traced_and_shown(tmp_path, monkeypatch, capsys):
     path, policy = tmp_path / "ppo_traces.jsonl", stir(GPT(GPTConfig(257, 16, 1, 2, 8)).eval(), 0.2)
     path.write_text('{"step": 1}\n{"step": 2}\n')
     models = SimpleNamespace(policy=policy, tokenizer=BYTES, facts={"rm": {"max_new_tokens": 5}})
+    models.facts["rm"] |= {"val_accuracy": 0.5, "val_pairs": 100}
     config = PPOConfig(7, 0.7, missing_eos_penalty=0.0)
     it = watch.Watch(state, models, config, SimpleNamespace(steps=44, models="m"))
-    assert "up to 5 tokens, and PPO writes 7" in capsys.readouterr().out and config.kl_coef == 0.7
+    said = capsys.readouterr().out
+    assert "up to 5 tokens, and PPO writes 7" in said and "better than chance" in said
+    assert config.kl_coef == 0.7
 
     ref, scores = stir(frozen_copy(policy), 0.1), torch.arange(11.0).roll(3)
     batch = minippo.rollout(
@@ -238,9 +253,9 @@ def test_an_iteration_is_logged_traced_and_shown(tmp_path, monkeypatch, capsys):
         state.step, config.kl_coef = step, step / 100
         it.end_step(batch, {"kl": 2.0})
         assert state.values == {"kl_coef": step / 100}
-    warned, shown = capsys.readouterr().out.splitlines()
+    *warned, shown = capsys.readouterr().out.splitlines()
     nats = (batch["old_logprobs"] - batch["ref_logprobs"]).sum()
-    assert warned == f"warning: iteration 2: {nats:.3f}, False"
+    assert warned == [f"warning: iteration {i}: {nats:.3f}, False" for i in (2, 41)]
     assert fnmatch(shown, "    *AB*  score 8.00  KL *")
     show = ["score", "judge", "kl", "entropy", "eos_rate"]
     assert ended == [({"kl": 2.0, "judge": 1.0}, 22 + batch["mask"].sum(), show)] * 3

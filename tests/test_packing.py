@@ -61,6 +61,16 @@ def test_samples_are_those_of_the_plain_model():
     assert_equal(*found)
 
 
+def test_blocks_that_are_computed_twice_drop_the_same():
+    plain, found = tiny_gpt(dropout=0.5).train(), []
+    for twice in (False, True):
+        torch.manual_seed(1)
+        model = packed(copy.deepcopy(plain), grad_checkpoint=twice)
+        model.hidden(torch.ones(2, 9).long())[0].square().sum().backward()
+        found.append(gradients(model))
+    assert_equal(*found)
+
+
 def test_bfloat16_is_near_and_only_inside_the_blocks():
     plain, kinds = tiny_gpt().float(), set()
     half = packed(copy.deepcopy(plain), "bfloat16")

@@ -11,6 +11,7 @@ import pytest
 import minippo
 from cli import ROOT, edited, run
 from plumbing.page import rounded, write_page
+from plumbing.reading import beside
 from tiny import inf, nan, random_batch
 
 ODD = 'Who?</script><img src=x onerror="1"> \x07\u202e\ud800'
@@ -118,9 +119,11 @@ def test_an_edit_of_gae_is_shown_beside_it_in_minippo_with_its_numbers(tmp_path)
         "rewards[torch.arange*rewards 0.00 -0.05 0.02 1.38 0.00",  # changed in place
         "rewards, values = *rewards 0.00 -0.05 0.02 1.38 0.00",  # looks as before
         "margin = *margin 1.20",
+        "for t in reversed*t 4 | 3 | 2 | 1 | 0",
         "return (action >= *-> x x x x . . . / . x x x x x x",
         "ratio = *ratio 1.28 1.11 0.74",
         "lengths[rows] += *lengths 2 2 | 3 3 | 4 4 | 5 5 | 5 6 | 5 7 | 5 8",
     ):
         assert re.search(re.escape(line).replace(r"\*", ".*") + "\n", text), line
+    assert beside([{"a": str(i)} for i in range(9)]) == [("a", "0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 | …")]
     assert re.findall(r"\n\d+def (\w+)\(.*:\n", text) == ["frozen_copy", "main"]  # no numbers

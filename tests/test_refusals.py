@@ -51,6 +51,7 @@ rm rm.pt; ppo -> rm.pt: not found; train_rm.py makes it
 echo damaged > rm.pt; ppo -> rm.pt: damaged, or no checkpoint ... train_rm.py makes it
 cp other.pt sft.pt; ppo -> rm.pt: was not made from ... sft.pt; make it again
 ppo --policy DIR/other.pt -> other.pt: was not made from ... sft.pt; make it again
+rm sft.pt; ppo -> sft.pt: not found; ... --models names the folder
 mkdir x; cp other.pt x/sft.pt; ppo --policy DIR/x/sft.pt -> x/sft.pt: was not made from
 ppo --reward bad -> --reward bad: ... should be module:function, for instance my:score
 ppo --reward bad:few --separate_critic -> --separate_critic starts from the reward model
@@ -62,8 +63,11 @@ ppo --reward bad:words -> none beyond 1,000,000, not ['good', '
 ppo --reward bad:square -> none beyond 1,000,000, not tensor(
 sample.py -> required: CHECKPOINT PROMPT (-h
 cp sft.pt ppo.pt; sample.py DIR a -> the folder of a run; give its ... ppo.pt
+sample.py DIR/ppo.pt a -> ppo.pt: not found; train_ppo.py makes it
+sample.py DIR/rm.pt a -> rm.pt: holds 'rm', not 'ppo' or 'sft'; train_ppo.py makes it
 sample.py DIR/other.pt a --trace -> other.pt: was not made from
 plumbing/hf.py import DIR/sft.pt DIR/new -> wanted are three words: export CHECKPOINT FOLDER
+plumbing/hf.py export DIR/sft.pt -> wanted are three words: export CHECKPOINT FOLDER
 variations/dpo.py --kl_coef 0 -> --kl_coef 0.0: should be between 1e-06 and 1e+06
 """
 REWARDS = r"""import torch
@@ -118,7 +122,7 @@ HARMLESS = {
     "sft": "--lr 0 --weight_decay 1e30 --steps 1",
     "rm": "--warmup 999999999999 --answers 2 --cap_quantile 1 --device auto",
     "ppo": """--kl_coef 0 --clip_eps inf --value_clip inf --max_grad_norm inf --gamma 0 --lam 0
-        --temperature 99 --no_whiten --vf_coef 0 --head_lr_factor 9 --max_new_tokens 99999""",
+        --temperature 99 --no_whiten --vf_coef 0 --head_lr_factor 9 --max_new_tokens 99999 --minibatches 8""",
 }
 ODD = ["\x00\x1b[31m", "\u202eabc", "😀 é ñ 日本", "<|endoftext|>", " \t\n", "x" * 20, "\ud800"]
 
@@ -224,3 +228,5 @@ def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch):
         with pytest.raises(type(error)):
             run_script(lambda error=error: (_ for _ in ()).throw(error))
     assert run_script(lambda: 7) == 7 and explain(TypeError("x")) == ""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), "utf-8"))
+    assert run_script(lambda: sys.stdin.read()) == "\ufffd"  # text of another encoding

@@ -146,7 +146,7 @@ def test_an_answer_is_suspect_with_a_score_above_the_reference_and_a_kl_far_from
 def test_the_report_holds_what_ruler_and_truth_say_and_goes_with_its_policy(
     tmp_path, monkeypatch, capsys
 ):
-    for name, n in (("PROMPTS", 6), ("REFERENCE", 64), ("SAMPLES", 2)):
+    for name, n in (("PROMPTS", 7), ("REFERENCE", 64), ("SAMPLES", 2)):
         monkeypatch.setattr(report, name, n)
     data, out = write_data(tmp_path / "data"), tmp_path / "out"
     models, config = load_models(write_models(tmp_path), "cpu"), PPOConfig(max_new_tokens=8)
@@ -161,14 +161,14 @@ def test_the_report_holds_what_ruler_and_truth_say_and_goes_with_its_policy(
     assert about in capsys.readouterr().out and about in page.read_text()
 
     torch.manual_seed(3)
-    prompts = [val[i] for i in torch.randperm(10)[:6]]
+    prompts = [val[i] for i in torch.randperm(10)[:7]]
     ruler = Ruler(models, prompts, data, config)
     before, after = (ruler.reference, ruler.reference_texts), ruler.ask(models.policy, 2)
     expected = {"algorithm": "ipo", "beta": 0.1, "ppo": ruler.figures(*after)}
     expected |= {"sft": models.facts["sft"] | ruler.figures(*before), "rm": models.facts["rm"]}
     expected["best_of_n"] = {n: ruler.best_of(int(n)) for n in ("4", "16", "64")}
     expected |= {"suspects": ruler.suspects(*after), "samples": []}
-    for i, prompt in enumerate(ruler.questions):
+    for i, prompt in enumerate(ruler.questions[:6]):
         answers = {"sft": ruler.answer(*before, 64 * i), "ppo": ruler.answer(*after, 2 * i)}
         expected["samples"].append({"prompt": prompt} | answers)
     new = torch.tensor([x not in train for x in prompts])
@@ -190,11 +190,16 @@ def test_the_report_holds_what_ruler_and_truth_say_and_goes_with_its_policy(
     report.finish_run(models, train, val, run, config, stage)
     assert not path.exists() and "7.25" in page.read_text() and about not in page.read_text()
     found = report.make_report(models, val, val, run, config, stage)  # all prompts are seen
-    assert "ppo_unseen" not in found and found["ppo_seen"]["prompts"] == 6
+    assert "ppo_unseen" not in found and found["ppo_seen"]["prompts"] == 7
     report.add_truth(found := {"sft": {}, "rm": {}}, models, run, 3)
     assert found["sft"] and not found["rm"]
     models.ref.config.context = 30  # a row does not fit whole
     report.add_truth(found := {"sft": {}, "rm": {}}, models, run, 3)
+    assert found == {"sft": {}, "rm": {}}
+    models.ref.config.context = 48
+    for name in ("sft", "pref"):
+        (data / f"{name}_val.jsonl").unlink()
+    report.add_truth(found, load_models(tmp_path, "cpu"), run, 3)
     assert found == {"sft": {}, "rm": {}}
 
 

@@ -22,6 +22,7 @@ import data.zoo
 import minippo
 import plumbing.hf
 import plumbing.report
+import sample
 import train_rm
 import train_sft
 from cli import CPU, FLAGS, ROOT, metrics, run, stage, write_data, write_models
@@ -29,7 +30,7 @@ from minippo import GPT, GPTConfig, PPOConfig, RewardModel, row_lengths
 from plumbing import training
 from plumbing.checkpoints import fingerprint, load_checkpoint
 from plumbing.errors import printable
-from plumbing.models import add_critic, load_algorithm, text_reward
+from plumbing.models import add_critic, load_algorithm, load_models, text_reward
 from plumbing.packing import PackedTrunk
 from plumbing.tokenizer import Tokenizer
 from plumbing.training import FitConfig
@@ -363,6 +364,7 @@ def test_so_do_other_networks_and_another_algorithm(begun, tmp_path, monkeypatch
     it = watched_run("ppo", values, *flags)
     assert agree(tmp_path, "ppo", plain_ppo(folder, values, it.state, policy))
     assert it.trunks == trunks
+    assert ("scale of the scores" in str(it.said)) == ("reward" not in values)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -488,7 +490,7 @@ def test_a_first_model_may_be_a_gpt2(monkeypatch):
 # sample.py
 
 
-def test_the_sampler_prints_its_draws_and_the_numbers_of_ppo(begun, tmp_path, monkeypatch):
+def test_the_sampler_prints_its_draws_and_the_numbers_of_ppo(begun, tmp_path, monkeypatch, capsys):
     folder, texts, said = begun[0], ("What does", "Where \x1b"), ""
     found = [load_checkpoint(folder / f"{kind}.pt", [kind]) for kind in ("ppo", "sft", "rm")]
     (policy, sft, reward_model), (tokenizer, *_), _ = zip(*found)
@@ -505,6 +507,7 @@ def test_the_sampler_prints_its_draws_and_the_numbers_of_ppo(begun, tmp_path, mo
     status, found, error = run(*words, stdin=f"{texts[0]}\n\n{texts[1]}\r\n{'x' * 48}\n")
     assert (status, found) == (2, said)
     assert "'' has 0 tokens, not 1 to 47" in error
+    assert "has 48 tokens" in error and run(*words, stdin="x" * 47)[0] == 0
     assert run(*words, stdin=None) == (0, "", "")
 
     with torch.no_grad():  # the response did not end
@@ -523,3 +526,7 @@ def test_the_sampler_prints_its_draws_and_the_numbers_of_ppo(begun, tmp_path, mo
     more = "--trace", "--models", folder, "--reward", "taste:score"
     _, said, _ = run("sample.py", policy, *texts, *flags, *more)
     assert f"    score {len(answer) / 9 - 1:.2f}  KL" in said
+    tokens[0, -1] = tokenizer.encode("\n")[0]
+    models = load_models(folder, "cpu")
+    sample.print_trace((tokens, mask, logprobs, values), models, sample.SampleConfig())
+    assert capsys.readouterr().out.splitlines()[-1].split()[0] == r"\n"

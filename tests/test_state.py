@@ -15,9 +15,10 @@ import torch
 
 from data.files import UserError
 import minippo
+import plumbing.checkpoints
 import plumbing.report
 from cli import metrics, run, start, write_data, write_models
-from plumbing import flags, state
+from plumbing import flags, state, training
 from plumbing.flags import RunConfig
 from plumbing.state import State
 
@@ -28,7 +29,7 @@ STAGES = {
     "sft": "--batch_size 8 --epochs 3 --dropout 0.3 --layers 1 --channels 16 --context 48",
     "rm": "--batch_size 8 --epochs 3 --answers 16 --max_new_tokens 6",
     "ppo": "--batch_size 8 --minibatches 2 --max_new_tokens 6 --steps 6 --kl_horizon 100 "
-    "--kl_target 1 --ref_update_every 2 --separate_critic --seed 4 --no_report",
+    "--kl_target 1 --ref_update_every 1 --separate_critic --seed 4 --no_report",
 }
 CHANGES = {
     "sft": "--lr=0.5 --layers=2 --dtype=bfloat16 data/sft_train.jsonl data/sft_val.jsonl",
@@ -76,10 +77,12 @@ def whole(begun):
 
 def stop_in(monkeypatch, call, how):
     place = {"full": (torch, "save"), "report": (plumbing.report, "finish_run")}
+    place |= {"best": (training, "save_checkpoint"), "finish": (State, "finish")}
+    place["end"] = plumbing.checkpoints, "save_checkpoint"  # of the script itself
     place, calls = place.get(how, (minippo, "gradient_step")), []
     real = getattr(*place)
 
-    def stopping(*args):
+    def stopping(*args, **more):
         calls.append(args)
         if len(calls) == call and how.startswith("SIG"):
             signal.raise_signal(signal.Signals[how])
@@ -89,14 +92,14 @@ def stop_in(monkeypatch, call, how):
             raise OSError(errno.ENOSPC, "No space left on device")
         elif len(calls) == call:
             raise SystemExit("crash")  # as with kill -9
-        return real(*args)
+        return real(*args, **more)
 
     monkeypatch.setattr(*place, stopping)
 
 
-# In that call of gradient_step, torch.save or the report
+# In that call of gradient_step, or of what stop_in() names
 STOPS = "sft 5 SIGINT, sft 1 crash, sft 3 full, rm 8 SIGTERM, rm 5 crash, ppo 6 SIGHUP, "
-STOPS += "ppo 10 crash, ppo 3 full, ppo 1 report"
+STOPS += "ppo 10 crash, ppo 3 full, ppo 1 report, sft 8 best, sft 1 finish, sft 1 end, rm 1 end"
 
 
 @pytest.mark.parametrize("stop", STOPS.split(", "))
@@ -115,6 +118,7 @@ def test_a_run_stopped_anywhere_ends_as_if_it_had_not_been(begun, whole, monkeyp
         assert status == 2 and "cannot be written (No space left on device)" in error
     else:
         assert status == "crash"
+        assert (folder / f"{kind}.pt").exists() == (how in ("report", "finish"))
     status, printed, error = go(kind, folder, "--resume")
     assert (status, error) == (0, "") and results(folder, kind) == whole[kind]
     assert ("so this run starts at the beginning" in printed) == (stop == "sft 1 crash")
@@ -152,6 +156,7 @@ def test_a_run_goes_on_with_the_same_settings_data_and_models_alone(
             path.write_text(path.read_text().partition("\n")[2])
         status, _, error = go(kind, folder, "--resume", *given)
         assert status == 2 and says in error, (change, error)
+        assert f" = {change.split('=')[-1]};" not in error  # but what it was
     assert go(kind, stopped, "--resume", "--grad_checkpoint")[0] == 0
 
 
@@ -188,6 +193,10 @@ def test_what_is_there_is_overwritten_on_request_alone(tmp_path, capsys):
         with pytest.raises((UserError, SystemExit), match=says):
             begin(tmp_path, resume=resume)
     assert "sft.pt is finished; --overwrite makes it again" in capsys.readouterr().out
+    finish(tmp_path)
+    torch.save({**torch.load(tmp_path / "sft_state.pt"), "model": {}}, tmp_path / "sft_state.pt")
+    with pytest.raises(UserError, match="damaged .*; --overwrite begins again"):
+        begin(tmp_path, resume=True)
 
 
 def test_an_earlier_run_is_there_until_the_first_step(tmp_path):
@@ -217,9 +226,11 @@ def test_a_signal_saves_also_where_nobody_reads_that(tmp_path, monkeypatch):
             raise BrokenPipeError
 
     before, (it, steps) = signal.getsignal(signal.SIGINT), begin(tmp_path, steps=1)
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     monkeypatch.setattr(sys, "stdout", Closed())
     with pytest.raises(KeyboardInterrupt, match="step 1 is saved"):
         for _ in steps:
+            assert signal.signal(signal.SIGHUP, hangup) == signal.SIG_IGN
             signal.raise_signal(signal.SIGINT)
             it.end_step({}, 1, [])
     assert signal.getsignal(signal.SIGINT) == before
@@ -238,7 +249,12 @@ def timed(clock, seconds, out, **given):
     """Steps of so many seconds -> after which of them the state was saved."""
     it, steps = begin(out, **given)
     saves, save = [], it.save
-    it.save = lambda: (saves.append(it.step), save())
+
+    def noted_save():
+        assert len(metrics(it.log_path)) == it.step  # no line is lost if this is the last save
+        saves.append(it.step), save()
+
+    it.save = noted_save
     for step, passed in zip(steps, seconds):
         clock.now += passed
         more = {"val_loss": 0.25} if step == 1 else {}
@@ -297,3 +313,11 @@ def test_float32_is_float32_whatever_was_set_before(tmp_path):
         flags.prepare(run)
         assert torch.get_float32_matmul_precision() == precision
     assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_a_file_system_without_locks_will_do(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(flags, "fcntl", SimpleNamespace(LOCK_EX=2, LOCK_NB=4, flock=flock))
+    flags.lock(tmp_path / "new")
