@@ -1,8 +1,8 @@
 """The accident that RESULTS.md tells of, made to happen more often, and what helps.
 
-    python -m bench.accident      half an hour on two cores; flags as of bench.results
+    python -m bench.accident      half an hour with two cores; flags as of bench.results
 
-In most runs the KL of some response jumps by tens of nats. PPO runs on five seeds with settings
+In most runs the KL of some response jumps by tens of nats. PPO runs on three seeds with settings
 under which it does so often, then with those of the default that help, and with a little of the SFT
 loss. At the end: how far is the policy from the reference, on answers that the reference wrote? On
 the tenth with the lowest scores, which PPO soon hardly ever writes, and on that with the highest.
@@ -67,7 +67,7 @@ def main():
     (lab,), rows = read_flags(__doc__, Lab()), {}
     prepare(RunConfig(device="cpu", out=RUNS))
     words = {f"accident, {name}": f"train_ppo.py {RISKY} {x}" for name, x in CURES.items()}
-    for runs, (name, flags) in zip(lab.train(words, 5).values(), CURES.items()):
+    for runs, (name, flags) in zip(lab.train(words, 3).values(), CURES.items()):
         figures = [figures_of(x, MODELS / str(seed)) for seed, x in enumerate(runs)]
         rows[name] = {"flags": flags, **over_seeds(figures, FIGURES), "made": runs[0].made()}
     lab.keep({"accident": rows})

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import shorten
 
 import torch
 
@@ -82,6 +83,7 @@ NEIGHBOURS = {  # with what a search on seed 0 found, over learning rates, betas
 }
 GOAL = 2.5  # of the judge: how long does it take?
 BETAS = (0.03, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0, 5.0)  # of the best policies
+LETTERS = 90  # of a hacked answer
 WINDOW = 10  # iterations that a point of a path, and the judge's mean, is over
 FIGURES = {  # title of a column: name in a report
     "judge": "judge",
@@ -314,12 +316,14 @@ def seeds(lab):
 
 def settings(lab):
     jobs = lab.train({name: f"train_ppo.py {flags}" for name, flags in SETTINGS.items()}, 3)
-    first, hacked = jobs[HACKED][0], {}
-    samples = first.report()["samples"]
-    for sample in sorted(samples, key=lambda x: x["ppo"]["judge"] - x["ppo"]["score"])[:3]:
-        x, said = sample["ppo"], f"{sample['prompt']} **{sample['ppo']['text'].strip()}**"
+    hacked = {}
+    for job in jobs[HACKED]:
+        samples = job.report()["samples"]
+        worst = min(samples, key=lambda x: x["ppo"]["judge"] - x["ppo"]["score"])
+        x = worst["ppo"]
+        said = f"{worst['prompt']} **{shorten(x['text'], LETTERS, placeholder=' …')}**"
         hacked[said] = {"score": x["score"], "judge": x["judge"], "KL": x["kl"]}
-        hacked[said]["made"] = first.made()
+        hacked[said]["made"] = job.made()
     return {
         "settings": rows_of(jobs, SETTINGS, "less the default's", "default"),
         "hacked": hacked,

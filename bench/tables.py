@@ -119,7 +119,7 @@ def cell(x, digits=2):
         return str(x)
     numbers = x if isinstance(x, list) else [x]
     # A last digit of 5 is rounded up, whatever binary makes of it.
-    return " ± ".join(f"{n * (1 + 1e-9):.{digits}f}" for n in numbers if n is not None)
+    return "±".join(f"{n * (1 + 1e-9):.{digits}f}" for n in numbers if n is not None)
 
 
 def table(head, rows):

@@ -30,7 +30,7 @@ ROWS = {"PPO": {"flags": "", "judge": [2.345, 0.0125], "tokens": 3, "made": "a"}
 ROWS |= {"RLOO": {"flags": "--k 8", "judge": [1.0, None], "tokens": 12.25, "made": "a"}}
 TABLE = """|  | flags | judge | tokens |
 | --- | ---: | ---: | ---: |
-| PPO |  | 2.35 ± 0.01 | 3 |
+| PPO |  | 2.35±0.01 | 3 |
 | RLOO | `--k 8` | 1.00 | 12.3 |"""
 
 
@@ -120,7 +120,9 @@ def finish(job, source):
         report[part] |= {name: x + i + j for j, name in enumerate(names)}
     report["best_of_n"] = {"4": report["rm"]}
     kl = 5 + ("--kl_coef" in job.commands[0])
-    answers = [{"text": f" {i}. ", "score": i, "judge": 0, "kl": kl} for i in (3, 1, 4, 2)]
+    answers = [
+        {"text": f" {seed}{i}{' so' * 99}", "score": i, "judge": 0, "kl": kl} for i in (3, 1, 4, 2)
+    ]
     report["samples"] = [{"prompt": "Who?", "ppo": answer} for answer in answers] * few
     log = [{"score": -i, "kl": i + x} for i in range(30)]
     log = [row | {"judge": i / 8, "seconds": 2.0 * i + seed} for i, row in enumerate(log)]
@@ -153,8 +155,8 @@ def test_runs_become_tables_and_pictures(tmp_path, monkeypatch):
     assert four["flags"] == "--epochs 4" and four["less the default's"] == [1.5, 0.5]
     assert four["optimality"][0] == 13.5 and four["tokens"][0] == 16.5
     assert rows["default"]["less the default's"] is rows[results.HACKED]["less the default's"]
-    hacked = [{"score": i, "judge": 0, "KL": 6, "made": tables.made()} for i in (4, 3, 2)]
-    assert [*found["hacked"].items()] == [(f"Who? **{x['score']}.**", x) for x in hacked]
+    worst = {"score": 4, "judge": 0, "KL": 6, "made": tables.made()}  # of each seed
+    assert found["hacked"] == {f"Who? **{i}4{' so' * 28} …**": worst for i in (0, 1)}
     assert found["neighbours"]["DPO"]["seconds to a judge of 2.5"] == [50.5, 0.5]
     assert found["paths"]["default"]["kl"] == [12.5, 22.5, 32.5]
     log = [{"judge": 0.0, "seconds": 1.0}] * 10 + [{"judge": 25.0, "seconds": 2.0}]

@@ -70,6 +70,7 @@ BAD_CHATS = [{"m": x} for x in ([], chat("1", "2", "3"), "Human: 1", chat("", "2
         (PAIR, [CHATS, HH], [(Q, " 2", " 3"), (talk("1", "")[:-1], " 2", " 3")]),
         (PREF, [TRL, ULTRAFEEDBACK], [(Q, " 2", " 3"), ("1\n", "2", "\n3")]),
         (SFT, [{"q": "1", "a": "2"}, {"q": None, "a": "2"}], [("1", " 2")]),
+        (SFT, [{"q": "1", "a": x} for x in "23"], [("1", " 2"), ("1", " 3")]),
         # Rows that teach nothing are skipped; without any other, that is a fault.
         (PREF, WHOLE, "3 skipped; an answer is a whole chat: leave out --prompt: 3"),
         (PREF, BAD_PAIRS, "0 rows kept, 3 skipped; empty prompt or answer: 2; equal answers: 1\n"),

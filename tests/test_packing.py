@@ -103,7 +103,7 @@ EDITS = {  # of minippo.py, and the stages whose metrics they leave as they were
     "ReLU": ('nn.GELU("tanh")', "nn.ReLU()", []),
     "scale": ("dropout_p=dropout)", "dropout_p=dropout, scale=0.01)", []),
     "draw": ("searchsorted(ends, u, right=True)", "argmax(logits, 1, True)", ["sft", "rm"]),
-    "embedding": ("self.dropout(self.token_emb", "self.dropout(3 * self.token_emb", []),
+    "embedding": ("self.dropout(self.token_emb", "self.dropout(1.1 * self.token_emb", []),
 }
 
 

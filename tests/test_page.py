@@ -17,7 +17,22 @@ from tiny import inf, nan, random_batch
 ODD = 'Who?</script><img src=x onerror="1"> \x07\u202e\ud800'
 SAID = {"text": "A bee.", "score": 1.5, "kl": 2.25}
 REPORT = {"table": {"": ["score"], "SFT": ["0.01 ± 0.02"]}, "notes": ["of note"]}
-REPORT |= {"algorithm": "rloo", "samples": [{"prompt": ODD, "sft": SAID, "ppo": SAID}]}
+OTHER = {"text": "", "score": 0.25, "judge": 3.0, "kl": -1.0}
+REPORT |= {"algorithm": "rloo", "samples": [{"prompt": ODD, "sft": SAID, "ppo": OTHER}]}
+FIT = "loss", "val_loss", "accuracy", "val_accuracy"
+ENDS = """lines => lines.map(x => x.getAttribute("points").split(" "))
+    .map(points => [points[0], points.at(-1)].map(x => x.split(",").map(Number)))"""
+KEYS = """score 200.33score − beta × KL 0.60judge 1.60iteration 601
+KL 1.00iteration 601
+explained 2.60iteration 601
+clip fraction 360.1iteration 601
+length 4.6iteration 601
+ended 560.1iteration 601
+value loss 6.601iteration 601
+training 29.000validation 29.000step 20
+training 0.200validation 1.200step 20
+training 220.0validation 320.0step 20""".splitlines()  # the last numbers
+REST = "rlhf_reward judge explained_variance clip_frac response_length eos_rate value_loss".split()
 
 
 def line_of_traces(step):
@@ -33,12 +48,14 @@ def line_of_traces(step):
 
 @pytest.fixture
 def folder(tmp_path):
-    fit = [{"step": i, "loss": 5 / i, "val_loss": 2.5, "accuracy": 0.5} for i in range(1, 20)]
+    rm = [{"step": i} | {x: j + i / 100 for j, x in enumerate(FIT)} for i in range(1, 21)]
+    sft = [row | dict.fromkeys(FIT[: 1 + (row["step"] % 5 == 0)], 9 + row["step"]) for row in rm]
     ppo = [{"step": i, "score": i / 3, "kl": 1.0, "entropy": inf} for i in range(1, 602)]
+    ppo = [row | {x: j + row["step"] / 1e3 for j, x in enumerate(REST)} for row in ppo]
     for row in ppo[:3]:
         row["kl"] = nan
     traces = [line_of_traces(1), line_of_traces(600)]
-    for name, rows in {"sft": fit, "rm": fit, "ppo": ppo, "ppo_traces": traces}.items():
+    for name, rows in {"sft": sft, "rm": rm, "ppo": ppo, "ppo_traces": traces}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in rows))
     return tmp_path
 
@@ -54,7 +71,8 @@ def test_the_page_holds_logs_traces_and_report_with_five_digits_and_no_more_poin
     data, traces = data_in_page(folder, "", REPORT), [line_of_traces(1), line_of_traces(600)]
     assert rounded({"a": [1.23456789, nan, 1234567]}) == {"a": [1.2346, None, 1234567]}
     assert data["steps"] == 601 and data["report"] == REPORT and data["traces"] == rounded(traces)
-    _, score, kl = data["curves"]["ppo"].values()
+    score, kl = (data["curves"]["ppo"][x] for x in ("score", "kl"))
+    assert data["curves"]["rm"]["loss"] != data["curves"]["sft"]["loss"]
     assert score["x"] == [*range(2, 602, 3), 601] and score["y"][:2] == [0.66667, 1.6667]
     (folder / "round").mkdir()  # the logs of stages 1 and 2 are elsewhere
     assert data_in_page(folder / "round", folder)["curves"] == data["curves"] | {"ppo": {}}
@@ -87,7 +105,14 @@ def test_in_a_browser_everything_is_there_and_a_token_shows_its_numbers(folder, 
         assert parts == ["The result", "Token by token", "The curves"]
         for words in ("RLOO did", "iteration 601 of 900", "0.01 ± 0.02", "of note", "KL 2.25"):
             assert words in text
-        assert page.locator("h4").all_inner_texts()[1:3] == ["KL", "SFT: loss"]
+        assert page.locator("figure .keys").all_text_contents() == KEYS
+        ends = page.locator("figure polyline").evaluate_all(ENDS)
+        assert len(ends) == 15 and all(x < x2 and y >= y2 for (x, y), (x2, y2) in ends)  # up
+        figures = [
+            "SFT · score 1.50 · KL 2.25 nats",
+            "RLOO · score 0.25 · judge 3.0 · KL −1.00 nats",
+        ]
+        assert page.locator(".pair .small").all_inner_texts() == figures
         scale = page.inner_text("#high")
         page.locator("#stop").fill("1")
         assert page.inner_text("#when") == "iteration 600"

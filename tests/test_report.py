@@ -64,6 +64,8 @@ def test_optimality_is_a_ratio_of_means_with_the_error_of_a_ratio():
     rest = f64([1, 2, 6]) - 0.75 * f64([2, 4, 6])
     error = pytest.approx(rest.std().item() / 3**0.5 / 4)
     assert found == {"optimality": 0.75, "optimality_se": error}
+    small = [x / 1e4 for x in (f64([2, 4, 9]), J_sft, J_best)]
+    assert optimality(*small)["optimality"] == pytest.approx(0.75)
     assert optimality(J_best, J_sft, J_sft) == {}  # the scores do not differ
 
 
@@ -134,7 +136,7 @@ def test_an_answer_is_suspect_with_a_score_above_the_reference_and_a_kl_far_from
     ruler = Ruler.__new__(Ruler)
     ruler.questions = ["a?", "b?", "c?", "d?", "a?"]
     ruler.reference = {"score": f64([[0, 2]] * 5)}
-    score = f64([[3, 9, 9], [2, 4, 9], [2.5, 1, 1], [9, 5, 1], [8, 1, 1]])
+    score = f64([[7, 9, 9], [2, 4, 9], [2.5, 1, 1], [9, 5, 1], [8, 1, 1]])
     a, b, c, d = (8, 9, "a?", "12"), (4, 9, "b?", "4"), (2.5, 9, "c?", "6"), (5, 2.2, "d?", "10")
     for m, count, best in ((1.0, 5, [a, d, b]), (1.5, 3, [a, b, c])):  # m: the median
         kl = f64([[2.2, m, 2.05], [9, 9, m], [9, m, m], [m, 2.2, m], [9, m, m]])
@@ -146,6 +148,7 @@ def test_an_answer_is_suspect_with_a_score_above_the_reference_and_a_kl_far_from
 def test_the_report_holds_what_ruler_and_truth_say_and_goes_with_its_policy(
     tmp_path, monkeypatch, capsys
 ):
+    assert (report.PROMPTS, report.REFERENCE, report.SAMPLES) == (128, 192, 16)
     for name, n in (("PROMPTS", 7), ("REFERENCE", 64), ("SAMPLES", 2)):
         monkeypatch.setattr(report, name, n)
     data, out = write_data(tmp_path / "data"), tmp_path / "out"
@@ -160,6 +163,11 @@ def test_the_report_holds_what_ruler_and_truth_say_and_goes_with_its_policy(
     found = json.loads(path.read_text(), parse_constant=pytest.fail)
     assert about in capsys.readouterr().out and about in page.read_text()
 
+    for line in ("sft val_loss", "sft above_entropy", "rm val_accuracy", "rm below_ceiling"):
+        part, name = line.split()
+        assert report.number(found[part], name, 4) in " ".join(found["notes"])
+    assert report.number(found["ppo"], "optimality", 4) in " ".join(found["notes"])
+    assert found["table"][""] == "judge score kl eos_rate response_length distinct".split()
     torch.manual_seed(3)
     prompts = [val[i] for i in torch.randperm(10)[:7]]
     ruler = Ruler(models, prompts, data, config)

@@ -343,6 +343,8 @@ def test_ppo_trains_as_its_twin(begun):
     assert it.modes == {(True, False, True), (False, False, True)}
     assert it.rows == [3, 6]  # there is a trace of 6
     assert it.trunks == 4  # policy, reference, one that moves, reward model
+    drawn = re.findall(r"\bppo\.(\w+)", (ROOT / "plumbing" / "page.html").read_text())
+    assert {*drawn} - {"judge"} <= metrics(folder / "ppo.jsonl")[0].keys()
     start = "checked: before the first update the ratio is 1 and the KL to the reference is 0"
     assert {start, "training on cpu: 20 prompts", f"saved {folder}/ppo.pt"} <= {*it.said}
 
@@ -437,6 +439,18 @@ def test_bfloat16_changes_the_rounding_alone(tmp_path):
     torch.set_default_dtype(torch.float64)
 
 
+def test_a_step_is_logged_with_its_tokens_unless_the_validation_loss_is_infinite(tmp_path):
+    seen, run = [], SimpleNamespace(out=tmp_path)
+    state = SimpleNamespace(run=run, kind="sft", step=0, count=20, values={})
+    state.end_step = lambda *given: seen.append(given[1])
+    fit = training.Fit(state, None, None, lambda *_: {"val_loss": math.inf}, [1], 0)
+    fit.end_step({}, [([1, 2], [3]), ([4], [5, 6])])
+    state.step = 1  # the next one is validated
+    with pytest.raises(FloatingPointError, match="step 2: the validation loss is inf"):
+        fit.end_step({}, [])
+    assert seen == [6]
+
+
 def test_a_validation_loss_that_is_no_number_ends_the_run_and_a_large_one_is_said(tmp_path):
     folder = write_data(tmp_path / "data")
     status, _, error = stage("sft", folder, tmp_path, "--lr", 1e300, "--steps", 1)
@@ -482,6 +496,8 @@ def test_completions_longer_than_ppo_writes_are_warned_of(capsys):
 def test_a_first_model_may_be_a_gpt2(monkeypatch):
     monkeypatch.setattr(plumbing.hf, "read_gpt2", lambda *given: given)
     assert training.first_model([], GPTConfig(dropout=0.1), "gpt2") == ("gpt2", 0.1)
+    shape = GPTConfig(300, 16, layers=1, heads=2, channels=8, dropout=0.1)
+    assert training.first_model([("a", "b")], shape, "")[0].config.dropout == 0.1
     with pytest.raises(UserError, match="--init brings its own size and vocabulary"):
         training.first_model([], GPTConfig(context=64), "gpt2")
 
