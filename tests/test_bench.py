@@ -58,6 +58,8 @@ def test_results_are_kept_with_their_tables_unless_rows_are_of_several_commits(
 @pytest.mark.skipif(not shutil.which("git"), reason="needs git")
 def test_code_that_is_not_committed_is_marked(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "ROOT", tmp_path)
+    for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"):  # of a hook that runs the tests
+        monkeypatch.delenv(name, raising=False)
 
     def git(*words):
         subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x", *words], cwd=tmp_path)

@@ -22,6 +22,7 @@ REPORT |= {"algorithm": "rloo", "samples": [{"prompt": ODD, "sft": SAID, "ppo": 
 FIT = "loss", "val_loss", "accuracy", "val_accuracy"
 ENDS = """lines => lines.map(x => x.getAttribute("points").split(" "))
     .map(points => [points[0], points.at(-1)].map(x => x.split(",").map(Number)))"""
+LOOKS = "tokens => tokens.map(x => [x.className, x.getAttribute('style')])"
 KEYS = """score 200.33score − beta × KL 0.60judge 1.60iteration 601
 KL 1.00iteration 601
 explained 2.60iteration 601
@@ -125,6 +126,30 @@ def test_in_a_browser_everything_is_there_and_a_token_shows_its_numbers(folder, 
             wanted = [f"{x[i] or inf:z.3f}" for x in rounded(columns).values()] + ["1.350"]
             wanted = [x.replace("-", "−").replace("inf", "–") for x in wanted]
             assert page.locator("#detail [data-number]").all_inner_texts() == wanted
+            why = dict(
+                zip(page.locator("dt").all_inner_texts(), page.locator(".why").all_inner_texts())
+            )
+            for title, words in (
+                ("credit", "down up"),
+                ("KL", "less more"),
+                ("advantage", "worse better"),
+            ):
+                assert words.split()[columns[title][i] > 0] in why[title].split()
+            assert why["ratio"] == "pi now / pi: 35.0 % more probable"
+        lines = rounded([line_of_traces(1), line_of_traces(600)])
+        for title, sign in (("KL", -1), ("credit", 1)):  # blue is what pays
+            page.select_option("#colour", title)
+            rows = [x["columns"] for line in lines for x in line["responses"]]
+            sizes = sorted(abs(x) for row in rows for x in row[title])
+            scale, looks = sizes[int(0.95 * (len(sizes) - 1))], []
+            for x, credit in (
+                (x, y) for row in rows[:1:-1] for x, y in zip(row[title], row["credit"])
+            ):
+                colour = (
+                    f"rgb(var(--{'up' if sign * x > 0 else 'down'}) / {min(1, abs(x) / scale):.3f})"
+                )
+                looks.append(["token clipped" if credit > 0 else "token", f"background: {colour}"])
+            assert page.locator(".response .token").evaluate_all(LOOKS) == looks  # ratios of 1.35
         assert visit()[1] == ["Token by token", "The curves"]  # while it goes on
         (folder / "ppo_traces.jsonl").unlink()
         assert visit()[1] == ["The curves"]
