@@ -2,7 +2,7 @@
 
     python -m bench.accident      half an hour with two cores; flags as of bench.results
 
-In most runs the KL of some response jumps by tens of nats. PPO runs on three seeds with settings
+In some runs the KL of a response jumps by tens of nats. PPO runs on three seeds with settings
 under which it does so often, then with those of the default that help, and with a little of the SFT
 loss. At the end: how far is the policy from the reference, on answers that the reference wrote? On
 the tenth with the lowest scores, which PPO soon hardly ever writes, and on that with the highest.

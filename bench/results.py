@@ -90,9 +90,9 @@ FIGURES = {  # title of a column: name in a report
     "score": "score",
     "optimality": "optimality",
     "KL": "kl",
-    "different answers, share of 16": "distinct",
+    "different answers": "distinct",
     "tokens": "response_length",
-    "their correlation with the score": "length_correlation",
+    "correlation with score": "length_correlation",
 }
 
 

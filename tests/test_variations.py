@@ -355,15 +355,8 @@ def test_ptx_adds_the_loss_of_as_many_demonstrations(made):
 def test_dpo_is_these_steps_even_if_interrupted(made, tmp_path, monkeypatch, reported, ipo):
     flags = ["--models", made, "--out", tmp_path, *PPO, *["--ipo"] * ipo, "--samples", 2]
     flags += "--lr 0.01 --kl_coef 0.4 --micro_batch 3 --temperature 0.8 --batch_size 9".split()
-    flags += "--seed 5 --max_grad_norm 0.5 --adam_eps 0.01".split()
-    flags += [
-        "--dtype",
-        "bfloat16",
-        "--grad_checkpoint",
-        "--policy",
-        tmp_path / "first.pt",
-        "--data",
-    ]
+    flags += "--seed 5 --max_grad_norm 0.5 --adam_eps 0.01 --dtype bfloat16".split()
+    flags += ["--grad_checkpoint", "--policy", tmp_path / "first.pt", "--data"]
     (policy, tokenizer, _), (ref, *_), steps, given = load_sft(made), load_sft(made), [], []
     facts = {"sft": load_checkpoint(made / "rm.pt", ["rm"])[2]["sft"]}
     save_checkpoint(tmp_path / "first.pt", "ppo", stir(policy, 0.1), tokenizer, **facts)
