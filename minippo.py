@@ -23,7 +23,7 @@ in nats (the unit of natural logarithms). Beta is the price of a nat. PPO repeat
                      +---- 4. update: the clipped loss <---- 3. rewards, advantages
 
     policy            starts as the SFT model; trained                    log pi of each token
-    value function    a second head on the policy, starts at 0; trained   reward still to come
+    value function    a second head on the policy; trained                reward still to come
     reference         the SFT model; frozen                               log ref of each token
     reward model      the SFT model with a new head, trained; now frozen  one score per response
 
@@ -50,12 +50,12 @@ last action counts as 0. (Two settings, gamma and lam, are 1 here.)
     delta        .      0.15   0.22   0.18   .              reward + next value - value
     advantage    .      0.55   0.40   0.18   .              sum of this delta and all later ones
     return       .      1.35   1.40   1.38   .              advantage + value: rewards from here on
-    credit       .      1.14   0.15  -1.29   .              the advantages of the batch, shifted and
-                                                            scaled to mean 0, variance 1: *whitened*
+    whitened     .      1.14   0.15  -1.29   .              the advantages of the batch, shifted and
+                                                            scaled to mean 0, variance 1
 
-Phase 4 makes actions with a credit above 0 more probable, and the others less. (<eos> turned out
-better than expected, but less so than the average, which whitening subtracts.) Its numbers follow
-where the loss is explained.
+Phase 4 makes actions with a whitened advantage above 0 more probable, and the others less probable.
+(<eos> turned out better than expected, but less so than the average, which whitening subtracts.)
+Its numbers follow where the loss is explained.
 """
 
 import copy
@@ -70,23 +70,24 @@ import torch.nn.functional as F
 # 1. The networks
 #
 # A GPT-2 (Radford et al., 2019). The policy adds a value head to it: one number per position. The
-# reward model has a score head in place of the vocabulary head: one number per row. In the settings
-# below, brackets hold the range that the train scripts allow.
+# reward model has a score head in place of the vocabulary head: one number per row.
 
 
 @dataclass
 class GPTConfig:
-    vocab_size: int = 1024  # tokens in the vocabulary; the last is the end token [257, 1e6]
-    context: int = 128  # longest prompt and response together, in tokens [8, inf]
-    layers: int = 4  # transformer blocks [1, inf]
-    heads: int = 4  # attention heads [1, inf]
-    channels: int = 96  # width of the model; a multiple of heads [1, inf]
-    dropout: float = 0.0  # share of activations dropped in stages 1 and 2; never in PPO [0, 0.9]
-    separate_critic: bool = False  # values from a network of their own, not from a second head
+    vocab_size: int = 1024  # tokens in the vocabulary; the last is the end token
+    context: int = 128  # longest prompt and response together, in tokens
+    layers: int = 4  # transformer blocks
+    heads: int = 4  # attention heads
+    channels: int = 96  # width of the model; a multiple of heads
+    dropout: float = 0.0  # share of activations dropped in stages 1 and 2; never in PPO
+    bfloat16: bool = False  # matrix products of the blocks in 16 bits: faster on GPUs and some CPUs
 
     def __post_init__(self):
         if self.channels % self.heads:
             raise ValueError(f"channels ({self.channels}): not a multiple of heads ({self.heads})")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout ({self.dropout}): should be at least 0 and below 1")
         self.eos = self.vocab_size - 1
 
 
@@ -99,25 +100,23 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.channels, 3 * config.channels)
         self.out = nn.Linear(config.channels, config.channels)
 
-    def forward(self, x, cache=None):
-        return self.out(self.attend(self.qkv(x), cache))
+    def forward(self, x, cache=None, start=0):
+        """(B, T, C) -> (B, T, C).
 
-    def attend(self, qkv, cache=None):
-        """Queries, keys and values side by side, (B, T, 3C) -> (B, T, C).
-
-        cache: a list, empty at first, then [keys, values] of the positions before. Those of these T
-        positions are appended; once it holds some, T is 1.
+        cache: keys and values of the positions before `start`, (B, H, longest, C/H) each. Those of
+        the T positions from there on are written behind them; if start is not 0, T is 1.
         """
-        q, k, v = (x.unflatten(-1, (self.heads, -1)) for x in qkv.chunk(3, -1))  # (B, T, H, C/H)
+        q, k, v = (y.unflatten(-1, (self.heads, -1)) for y in self.qkv(x).chunk(3, -1))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, C/H)
-        if cache:
-            k, v = torch.cat([cache[0], k], 2), torch.cat([cache[1], v], 2)
         if cache is not None:
-            cache[:] = [k, v]
+            end = start + x.shape[1]
+            for stored, new in zip(cache, (k, v)):
+                stored[:, :, start:end] = new
+            k, v = (stored[:, :, :end] for stored in cache)
         dropout = self.dropout if self.training else 0.0
         causal = q.shape[2] > 1  # a single query is the last position: it may read all of them
         y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout)
-        return y.transpose(1, 2).flatten(2)
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -132,17 +131,18 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(C, 4 * C), nn.GELU("tanh"), nn.Linear(4 * C, C))
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, cache=None):
-        x = x + self.dropout(self.attention(self.norm1(x), cache))
+    def forward(self, x, cache=None, start=0):
+        x = x + self.dropout(self.attention(self.norm1(x), cache, start))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
 class Trunk(nn.Module):
     """The body below the heads: tokens (B, T) -> hidden states (B, T, C). With read (B, T), only
-    those where it is true: (N, C). cache: a list for each block, see Attention.attend()."""
+    those where it is true: (N, C). cache, start: see new_cache() and Attention."""
 
     def __init__(self, config):
         super().__init__()
+        self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.channels)
         self.position_embedding = nn.Embedding(config.context, config.channels)
         self.dropout = nn.Dropout(config.dropout)
@@ -157,14 +157,20 @@ class Trunk(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
-    def forward(self, tokens, read=None, cache=None):
-        cache = cache or [None] * len(self.blocks)
-        start = cache[0][0].shape[2] if cache[0] else 0  # how many positions the cache holds
+    def forward(self, tokens, read=None, cache=None, start=0):
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
-        for block, kept in zip(self.blocks, cache):
-            x = block(x, kept)
+        with torch.autocast(x.device.type, torch.bfloat16, self.config.bfloat16):
+            for i, block in enumerate(self.blocks):
+                x = block(x, cache and cache[i], start)
         return self.norm(x if read is None else x[read])
+
+    def new_cache(self, rows, longest):
+        """Room for the keys and values of so many positions, for each block."""
+        c, weight = self.config, self.norm.weight
+        dtype = torch.bfloat16 if c.bfloat16 else weight.dtype
+        size = 2, rows, c.heads, longest, c.channels // c.heads
+        return [list(weight.new_zeros(size, dtype=dtype)) for _ in self.blocks]
 
 
 class GPT(nn.Module):
@@ -174,11 +180,11 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.trunk = Trunk(config)
-        self.critic = Trunk(config) if config.separate_critic else None
+        self.critic = None  # or a Trunk that the value head reads in place of the policy's
         self.lm_head = nn.Linear(config.channels, config.vocab_size, bias=False)
         self.lm_head.weight = self.trunk.token_embedding.weight  # shared, as in GPT-2
         self.value_head = nn.Linear(config.channels, 1)
-        nn.init.zeros_(self.value_head.weight)  # all values start at 0, not at random ones
+        nn.init.zeros_(self.value_head.weight)  # all values start alike; center_values() says where
         nn.init.zeros_(self.value_head.bias)
 
     def hidden(self, tokens, read=None):
@@ -286,9 +292,9 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0, with_entropy=False):
     logprobs = gather_logprobs(logits, actions[mask], temperature)  # (N,)
     values = at_least_float32(policy.value_head(value_hidden).squeeze(-1))  # (N,)
     entropy = torch.zeros_like(values)
-    if with_entropy:  # H = E[-log p]
+    if with_entropy:  # H = E[-log p]; where p is 0, so is p log p
         log_p = torch.log_softmax(logits / temperature, -1)
-        entropy = -(log_p.exp() * log_p).sum(-1)
+        entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)
     blank = logits.new_zeros(mask.shape)
     return [blank.masked_scatter(mask, x) for x in (logprobs, values, entropy)]
 
@@ -297,7 +303,7 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0, with_entropy=False):
 # 3. Sampling
 #
 # For a new token, a transformer need not read the row again: of the earlier tokens, attention needs
-# the keys and values alone. These are kept in the *cache*, a list for each block.
+# the keys and values alone. These are kept in the *cache*, two tensors for each block.
 
 
 def draw(logits):
@@ -307,6 +313,8 @@ def draw(logits):
     and take the token whose piece u falls into.
     """
     ends = logits.softmax(-1).cumsum(-1, dtype=torch.float64)  # where the pieces end
+    if ends[:, -1].isnan().any():
+        raise FloatingPointError("the logits are not finite: no token can be drawn from them")
     u = torch.rand(len(ends), 1, dtype=torch.float64, device=ends.device) * ends[:, -1:]
     return torch.searchsorted(ends, u, right=True).squeeze(1)
 
@@ -330,9 +338,10 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
     prompt_lengths = torch.tensor([len(ids) for ids in prompts], device=device)
     limits = (prompt_lengths + max_new_tokens).clamp(max=context)
     lengths, rows = prompt_lengths.clone(), torch.arange(len(prompts), device=device)
-    cache, begin, t = [[] for _ in policy.trunk.blocks], 0, int(prompt_lengths.min())
+    cache = policy.trunk.new_cache(len(prompts), T)
+    begin, t = 0, int(prompt_lengths.min())
     while len(rows):  # read the columns from begin to t - 1, and draw a token for column t
-        hidden = policy.trunk(tokens[rows, begin:t], cache=cache)[:, -1]  # (rows, C)
+        hidden = policy.trunk(tokens[rows, begin:t], cache=cache, start=begin)[:, -1]  # (rows, C)
         token = draw(policy.lm_head(hidden) / temperature)  # (rows,)
         responding = prompt_lengths[rows] <= t
         tokens[rows, t] = torch.where(responding, token, tokens[rows, t])
@@ -340,8 +349,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
         ended = responding & ((token == policy.config.eos) | (lengths[rows] == limits[rows]))
         if ended.any():
             rows = rows[~ended]
-            for kept in cache:
-                kept[:] = [x[~ended] for x in kept]
+            cache = [[x[~ended] for x in block] for block in cache]
         begin, t = t, t + 1
     T = int(lengths.max())
     tokens, mask = tokens[:, :T], response_mask(prompt_lengths, lengths, T)
@@ -366,7 +374,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
     if chosen_scores.shape != rejected_scores.shape:
         raise ValueError(f"shapes {chosen_scores.shape} and {rejected_scores.shape} differ")
     margin = chosen_scores - rejected_scores
-    loss = -torch.nn.functional.logsigmoid(margin).mean()
+    loss = -F.logsigmoid(margin).mean()
     accuracy = (margin > 0).float().mean() + 0.5 * (margin == 0).float().mean()  # a tie: half a hit
     return loss, {"accuracy": accuracy.item(), "margin": margin.mean().item()}
 
@@ -437,11 +445,17 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # sum ref = 1: so exp(-d) - 1 adds 0 on average.
 
 
+def bounded_exp(x):
+    """exp(x), but never more than exp(20): a ratio of probabilities that is so far off counts as
+    that, and nothing overflows."""
+    return x.clamp(max=20).exp()
+
+
 def kl_per_response(logprobs, ref_logprobs, mask):
     """k1 and k3, summed over the tokens of each response, in nats: (B, T-1) each -> (B,) each."""
     check_mask(mask, logprobs, ref_logprobs)
     d = torch.where(mask, logprobs - ref_logprobs, 0.0)
-    return d.sum(1), ((-d).exp() - 1 + d).sum(1)
+    return d.sum(1), (bounded_exp(-d) - 1 + d).sum(1)
 
 
 def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
@@ -495,20 +509,22 @@ def gae(rewards, values, mask, gamma, lam):
 
 def whiten(x, mask):
     """Shift and scale x, (B, T-1), to mean 0 and standard deviation 1 over the mask; 0 elsewhere.
+    Equal values, which differ by rounding at most, become 0.
 
-    So the policy's step does not depend on the scale of the rewards: scores, beta and values times
-    10 give the same credit. The shift is one more baseline. Returns are never whitened: the values
-    must learn their true size.
+    So the gradient of the policy does not depend on the scale of the rewards: scores, beta and
+    values times 10 give the same whitened advantages. The shift is one more baseline. Returns are
+    never whitened: the values must learn their true size.
     """
     check_mask(mask, x)
-    whitened = (x - x[mask].mean()) / x[mask].std(correction=0).clamp(min=1e-4)
-    return torch.where(mask, whitened, 0.0)
+    values = x[mask]
+    std, rounding = values.std(correction=0), 8 * torch.finfo(x.dtype).eps * values.abs().max()
+    return torch.where(mask & (std > rounding), (x - values.mean()) / std, 0.0)
 
 
 # The clip. For each token PPO maximises the smaller of ratio * A and clipped ratio * A. The
-# clipped ratio cannot leave the range from 1 - eps to 1 + eps; A is now the whitened advantage, the
-# credit. The response of the header, after a gradient step, with eps 0.2. All is computed from
-# unrounded numbers, then rounded:
+# clipped ratio cannot leave the range from 1 - eps to 1 + eps; A is now the whitened advantage. The
+# response of the header, after a gradient step, with eps 0.2. All is computed from unrounded
+# numbers, then rounded:
 #
 #     log pi now    -0.25  -1.10  -0.40     of the same actions
 #     ratio          1.28   1.11   0.74     pi now / pi: exp(log pi now - log pi)
@@ -543,7 +559,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
     check_mask(mask, logprobs, old_logprobs, advantages)
     log_ratio = (logprobs - old_logprobs.detach())[mask]  # (N,)
     advantages = advantages.detach()[mask]
-    ratio = log_ratio.exp()  # pi / old
+    ratio = bounded_exp(log_ratio)  # pi / old
     unclipped = ratio * advantages
     clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages
     loss = -torch.min(unclipped, clipped).mean()
@@ -577,29 +593,46 @@ def value_loss(values, old_values, returns, mask, clip):
 #
 # A *rollout* is a batch of sampled responses and what is recorded of them, a dict: tokens (B, T);
 # scores, ended (B,); mask, old_logprobs, old_values, ref_logprobs (B, T-1). There is no old
-# network: the old policy lives on in old_logprobs, old_values. Phase 3 adds rewards, advantages,
-# returns, credit. In ppo_loss, logprobs and values are those of the policy as it is now.
+# network: the old policy lives on in old_logprobs, old_values. Phase 3 adds rewards, returns, and
+# advantages, which the policy loss multiplies. In ppo_loss, logprobs and values are those of the
+# policy as it is now.
 
 
 @dataclass
-class PPOConfig:
-    max_new_tokens: int = 48  # longest response, in tokens [1, inf]
-    temperature: float = 1.0  # divides the logits, in sampling and in every log pi [0.01, inf]
-    length_penalty: float = 0.0  # subtracted from the score for each token of a response [0, 1e6]
-    missing_eos_penalty: float = 1.0  # subtracted if a response was cut off [0, 1e6]
-    kl_coef: float = 0.1  # beta, the price in the reward of one nat of KL to the reference [0, 1e6]
-    gamma: float = 1.0  # discount per token [0, 1]
-    lam: float = 1.0  # GAE's lambda: 0 trusts the value function, 1 the sampled return [0, 1]
+class PolicyGradientConfig:
+    """What any policy gradient on responses needs."""
+
+    max_new_tokens: int = 48  # longest response, in tokens
+    temperature: float = 1.0  # divides the logits, in sampling and in every log pi
+    length_penalty: float = 0.0  # subtracted from the score for each token of a response
+    missing_eos_penalty: float = 1.0  # subtracted if a response was cut off
+    kl_coef: float = 0.1  # beta, the penalty per nat of KL to the reference
+    k: int = 1  # responses to each prompt
+    epochs: int = 1  # passes over each batch of responses
+    minibatches: int = 4  # gradient steps per pass
+    micro_batch: int = 0  # responses in memory at once; 0: all of them
+    max_grad_norm: float = 1.0  # longer gradients are scaled down to this norm
+
+    def __post_init__(self):
+        if not self.temperature > 0:
+            raise ValueError(f"temperature ({self.temperature}): should be above 0")
+
+
+@dataclass
+class PPOConfig(PolicyGradientConfig):
+    gamma: float = 1.0  # discount per token
+    lam: float = 1.0  # GAE's lambda: 0 trusts the value function, 1 the sampled return
     whiten: bool = True  # advantages with mean 0 and standard deviation 1
-    epochs: int = 1  # passes over each batch of responses [1, inf]
-    minibatches: int = 4  # gradient steps per pass [1, inf]
-    micro_batch: int = 0  # responses in memory at once; 0: all of them [0, inf]
-    max_grad_norm: float = 1.0  # longer gradients are scaled down to this norm [1e-6, inf]
-    clip_eps: float = 0.2  # no gain from a ratio further from 1 than this; inf: no clip [0, inf]
-    value_clip: float = 0.2  # no gain from a value further from its old one; inf: no clip [0, inf]
-    vf_coef: float = 0.1  # weight of the value loss; if large, it disturbs the policy [0, inf]
-    entropy_coef: float = 0.0  # weight of a bonus for entropy: for varied responses [0, inf]
-    kl_loss_coef: float = 0.0  # weight of a penalty on the KL per token in the loss (k2) [0, 1e6]
+    clip_eps: float = 0.2  # no gain from a ratio further from 1 than this; inf: no clip
+    value_clip: float = 0.2  # no gain from a value further from its old one; inf: no clip
+    vf_coef: float = 0.1  # weight of the value loss
+    entropy_coef: float = 0.0  # weight of a bonus for entropy: for varied responses
+    kl_loss_coef: float = 0.0  # weight of a penalty on the KL per token in the loss (k2)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not (0 <= self.gamma <= 1 and 0 <= self.lam <= 1):
+            raise ValueError(f"gamma ({self.gamma}) and lam ({self.lam}): should be from 0 to 1")
 
 
 def frozen_copy(model):
@@ -629,16 +662,27 @@ def rollout(policy, ref, score, prompts, config, generate=generate):
     return batch | {"ref_logprobs": ref_logprobs}
 
 
+@torch.no_grad()
+def center_values(policy, batch):
+    """Before the first update: shift all values, in place, so that their mean is that of the scores
+    in a rollout. From 0 they would have to learn the mean first, at the policy's cost. So a constant
+    that is added to every score changes nothing."""
+    policy.value_head.bias += batch["scores"].mean() - masked_mean(
+        batch["old_values"], batch["mask"]
+    )
+
+
 def compute_advantages(batch, config):
     """Phase 3: how much better than expected did each action turn out? A rollout -> rewards,
-    advantages, returns, and credit, which multiplies the ratio in the loss: (B, T-1) each."""
+    returns, and advantages, which multiply the ratio in the loss: (B, T-1) each."""
     mask, old_logprobs = batch["mask"], batch["old_logprobs"]
     rewards = kl_adjusted_rewards(
         batch["scores"], old_logprobs, batch["ref_logprobs"], mask, config.kl_coef
     )
     advantages, returns = gae(rewards, batch["old_values"], mask, config.gamma, config.lam)
-    credit = whiten(advantages, mask) if config.whiten else advantages
-    return {"rewards": rewards, "advantages": advantages, "returns": returns, "credit": credit}
+    if config.whiten:
+        advantages = whiten(advantages, mask)
+    return {"rewards": rewards, "returns": returns, "advantages": advantages}
 
 
 def ppo_loss(policy, batch, config):
@@ -647,7 +691,7 @@ def ppo_loss(policy, batch, config):
     logprobs, values, entropy = evaluate_actions(
         policy, tokens, mask, config.temperature, with_entropy=config.entropy_coef > 0
     )
-    loss, stats = policy_loss(logprobs, old_logprobs, batch["credit"], mask, config.clip_eps)
+    loss, stats = policy_loss(logprobs, old_logprobs, batch["advantages"], mask, config.clip_eps)
     value_term, value_stats = value_loss(
         values, batch["old_values"], batch["returns"], mask, config.value_clip
     )
@@ -668,23 +712,51 @@ def gradient_step(optimizer, max_grad_norm):
     return norm
 
 
-def ppo_update(policy, optimizer, batch, config, loss_function=ppo_loss):
+def merge(parts):
+    """(share, stats) of the parts of a whole -> its stats: means, but of ratio_max the largest."""
+    return {
+        name: max(stats[name] for _, stats in parts)
+        if name == "ratio_max"
+        else sum(share * stats[name] for share, stats in parts)
+        for name in parts[0][1]
+    }
+
+
+def backward(loss_function, rows, micro_batch, terms):
+    """The gradient of the loss of some rows, at most micro_batch of them (0: all) in memory at once
+    -> stats.
+
+    loss_function(rows) -> loss, stats: means over terms(rows) terms. So a piece counts by its share
+    of the terms: means of means would give a token in a small piece more weight.
+    """
+    parts, size = [], micro_batch or len(rows)
+    for i in range(0, len(rows), size):
+        piece = rows[i : i + size]
+        loss, stats = loss_function(piece)
+        share = terms(piece) / terms(rows)
+        (share * loss).backward()
+        parts.append((share, stats))
+    return merge(parts)
+
+
+def ppo_update(policy, optimizer, batch, config, loss=ppo_loss):
     """Phase 4: make more probable what turned out better than expected, and correct the
-    expectations, in epochs x minibatches gradient steps -> means of their stats."""
-    mask, pieces, norms = batch["mask"], [], []
+    expectations, in epochs x minibatches gradient steps -> means of their stats. ValueError if there
+    are more minibatches than responses."""
+    mask, steps = batch["mask"], []
+    if config.minibatches > len(mask):
+        raise ValueError(f"{config.minibatches} minibatches of only {len(mask)} responses")
+
+    def loss_of(rows):
+        return loss(policy, {name: x[rows] for name, x in batch.items()}, config)
+
     for _ in range(config.epochs):
-        order = torch.randperm(len(mask), device=mask.device)
-        for rows in order.tensor_split(config.minibatches):
+        for rows in torch.randperm(len(mask), device=mask.device).tensor_split(config.minibatches):
             optimizer.zero_grad()
-            for piece in rows.split(config.micro_batch or len(rows)):
-                part = {name: x[piece] for name, x in batch.items()}
-                loss, stats = loss_function(policy, part, config)
-                share = int(part["mask"].sum()) / int(mask[rows].sum())  # of this step's tokens
-                (share * loss).backward()
-                pieces.append((share, stats))
-            norms.append(gradient_step(optimizer, config.max_grad_norm))
-    means = {name: sum(share * s[name] for share, s in pieces) / len(norms) for name in stats}
-    return means | {"grad_norm": sum(norms) / len(norms)}
+            stats = backward(loss_of, rows, config.micro_batch, lambda rows: int(mask[rows].sum()))
+            stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
+            steps.append(stats)
+    return merge([(1 / len(steps), stats) for stats in steps])
 
 
 def explained_variance(values, returns, mask):
@@ -714,15 +786,15 @@ def batch_metrics(batch, config):
 
 def trace(batch, row, spell):
     """One response token by token, the header's table turned round: {title: list}, of what the
-    batch knows. spell: id -> text."""
+    batch holds; advantages are those that the loss multiplies. spell: id -> text."""
     x = {name: values[row] for name, values in batch.items()}
     x["kl"] = x["old_logprobs"] - x["ref_logprobs"]
     titles = {"old_logprobs": "log pi", "ref_logprobs": "log ref", "kl": "KL", "rewards": "reward"}
-    titles |= {"old_values": "value", "advantages": "advantage", "returns": "return"}
-    titles |= {"credit": "credit", "logprobs": "log pi now"}
+    titles |= {"old_values": "value", "returns": "return", "advantages": "advantage"}
+    titles |= {"logprobs": "log pi now"}
     columns = {"action": [spell(i) for i in x["tokens"][1:][x["mask"]].tolist()]}
-    known = {name: title for name, title in titles.items() if name in x}
-    return columns | {title: x[name][x["mask"]].tolist() for name, title in known.items()}
+    titles = {name: title for name, title in titles.items() if name in x}
+    return columns | {title: x[name][x["mask"]].tolist() for name, title in titles.items()}
 
 
 def table(columns):
@@ -745,6 +817,8 @@ def main():
     policy = GPT(GPTConfig(len(letters), context=16, layers=2, channels=32)).eval()  # no dropout
     ref = frozen_copy(policy)
     optimizer = torch.optim.Adam(policy.parameters(), lr)
+    prompts = [[letter] for letter in range(26)]
+    center_values(policy, rollout(policy, ref, score, prompts, config))
     for step in range(iterations):
         optimizer.param_groups[0]["lr"] = lr * (1 - step / iterations)
         prompts = torch.randint(26, (128, 1)).tolist()
