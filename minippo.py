@@ -651,7 +651,12 @@ def score_responses(score, tokens, mask, config, eos):
 
 @torch.no_grad()
 def rollout(policy, ref, score, prompts, config, generate=generate):
-    """Phases 1 and 2: responses to the prompts (lists of ids), and what is recorded of them."""
+    """Phases 1 and 2: responses to the prompts (lists of ids), and what is recorded of them; at most
+    config.micro_batch (0: all) in memory at once."""
+    size = config.micro_batch
+    if 0 < size < len(prompts):
+        pieces = [prompts[i : i + size] for i in range(0, len(prompts), size)]
+        return join([rollout(policy, ref, score, x, config, generate) for x in pieces])
     tokens, mask, old_logprobs, old_values = generate(
         policy, prompts, config.max_new_tokens, config.temperature
     )
@@ -660,6 +665,13 @@ def rollout(policy, ref, score, prompts, config, generate=generate):
     batch = {"tokens": tokens, "mask": mask, "scores": scores, "ended": ended}
     batch |= {"old_logprobs": old_logprobs, "old_values": old_values}
     return batch | {"ref_logprobs": ref_logprobs}
+
+
+def join(pieces):
+    """Rollouts -> one with all their rows; the narrower ones are padded on the right."""
+    rows = {name: [x for piece in pieces for x in piece[name]] for name in pieces[0]}
+    pad = nn.utils.rnn.pad_sequence
+    return {name: pad(x, True) if x[0].dim() else torch.stack(x) for name, x in rows.items()}
 
 
 @torch.no_grad()

@@ -13,22 +13,19 @@ from dataclasses import dataclass
 
 import torch
 
-from minippo import PPOConfig, RewardModel, generate, gradient_step, reward_model_loss, row_lengths
-from plumbing.checkpoints import fingerprint, load_checkpoint, save_checkpoint
-from plumbing.errors import run_script
-from plumbing.flags import RunConfig, prepare, read_flags
-from plumbing.packing import packed
-from plumbing.rows import batch_of, in_parts, pad, read_ids, read_prompts, spread_over
-from plumbing.state import State
-from plumbing.training import Fit, FitConfig, adamw, backward, set_lr
-from plumbing.watch import doubts_about
+from minippo import RewardModel, backward, gradient_step, reward_model_loss
+from plumbing.models import load_sft, normalise
+from plumbing.run import FitConfig, Run, adamw
+from plumbing.settings import read_flags, script
+from plumbing.text import in_parts, pad, read_ids, read_prompts
 
 
 @dataclass
-class AnswerConfig:
-    answers: int = 2048  # answers of the SFT model that set scale and cap of the scores [2, inf]
-    cap_quantile: float = 0.99  # the cap: no score exceeds this quantile of theirs [0.5, 1]
-    max_new_tokens: int = PPOConfig.max_new_tokens  # longest of these answers, in tokens [1, inf]
+class TrainConfig(FitConfig):
+    steps: int = 1950  # steps at most
+    epochs: int = 2  # passes over the pairs at most
+    max_new_tokens: int = 48  # longest answer of the SFT model that sets the scale, in tokens
+    models: str = ""  # folder of sft.pt; if empty, --out, or the folder above
 
 
 def pair_scores(model, pairs):
@@ -38,82 +35,53 @@ def pair_scores(model, pairs):
     return model(tokens, lengths).view(-1, 2).unbind(1)
 
 
-def rm_loss(model, pairs):
-    """(prompt, chosen, rejected) as ids -> the Bradley-Terry loss, a mean over the pairs, stats."""
-    loss, stats = reward_model_loss(*pair_scores(model, pairs))
-    return loss, {"loss": loss.item(), **stats}
+@script
+def train():
+    config = read_flags(__doc__, TrainConfig)
+    sft, tokenizer = load_sft(config)
+    pairs = read_ids(config.data, "pref", "train", tokenizer, sft.config.context)
+    val_pairs = read_ids(config.data, "pref", "val", tokenizer, sft.config.context)
+    prompts = read_prompts(config.data, "train", tokenizer, sft.config.context)
+    model = RewardModel(sft).train()
+    config.limit_steps(len(pairs))
+    optimizer, schedule = adamw(model, config)
+    data = {"data": (pairs, prompts), "validate": validate, "val_rows": val_pairs}
+    run = Run("rm", config, model, tokenizer, optimizer, schedule, **data)
 
+    def loss(pairs):
+        loss, stats = reward_model_loss(*pair_scores(model, pairs))
+        return loss, {"loss": loss.item(), **stats}
 
-def main():
-    run, config, answers = read_flags(
-        __doc__, RunConfig(), FitConfig(steps=1950, epochs=2), AnswerConfig()
-    )
-    prepare(run)
+    def longest_answer(pair):  # pairs of similar length share a batch: little of it is padding
+        return max(map(len, pair[1:]))
 
-    # Data, models, optimizer. for_rows(): --steps, or --epochs if that is sooner
-    sft, tokenizer, _ = load_checkpoint(run.out / "sft.pt", ["sft"], run.device)
-    pairs = read_ids(run.data, "pref", "train", tokenizer, sft.config.context)
-    val_pairs = read_ids(run.data, "pref", "val", tokenizer, sft.config.context)
-    prompts = read_prompts(run.data, "train", tokenizer, sft.config.context)
-    model = packed(RewardModel(sft).to(run.device), run.dtype, run.grad_checkpoint).train()
-    optimizer = adamw(model, config.lr, config.weight_decay)
-    config = config.for_rows(len(pairs))
-    print(f"training a reward model on {run.device}: {len(pairs):,} pairs")
-
-    # State: the log, and how far the run has come. Fit: validation, and the best weights
-    parts, made_from = {"model": model, "optimizer": optimizer}, {"sft.pt": fingerprint(sft)}
-    data = pairs, val_pairs, prompts, tokenizer.tokens
-    state = State("rm", run, parts, data, config, answers, model.config, made_from)
-    fit = Fit(state, model, tokenizer, validate, val_pairs, config.micro_batch)
-
-    # The loop
-    for step in state.steps(config.steps):
-        lr = set_lr(optimizer, step, config)
-        batch = batch_of(pairs, step, config.batch_size, run.seed)
+    for _ in run.steps():
+        batch = run.batch(pairs, config.batch_size, longest_answer)
         optimizer.zero_grad()
-        stats = backward(rm_loss, model, batch, config.micro_batch, len)
-        grad_norm = gradient_step(optimizer, config.max_grad_norm)
-        fit.end_step(stats | {"grad_norm": grad_norm, "lr": lr}, batch)
+        stats = backward(loss, batch, config.micro_batch, len)
+        stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
+        schedule.step()
+        run.end_step(stats, batch)  # validates now and then, and keeps the best weights
 
-    # The best weights, measured on all validation pairs; the scale and the cap of the scores
-    figures = fit.load_best()
-    normalise(model, sft, prompts, answers, config.micro_batch)
-    figures |= {"max_new_tokens": answers.max_new_tokens, "sft": made_from["sft.pt"]}
-    save_checkpoint(run.out / "rm.pt", "rm", model, tokenizer, **figures)
-    fit.finish()
+    figures = run.load_best()
+    normalise(model, sft, prompts, config)
+    run.finish(**figures)
     right, error = 100 * figures["val_accuracy"], 100 * figures["val_accuracy_se"]
-    print(f"saved {run.out / 'rm.pt'}: {right:.1f} % ± {error:.1f} of the validation pairs right")
-    for doubt in doubts_about(figures):
-        print(doubt)
+    print(f"{right:.1f} % ± {error:.1f} of the validation pairs right")
+    if right < 50 + 2 * error:
+        print("warning: that is not clearly better than chance; the reward may be noise")
 
 
 @torch.no_grad()
 def validate(model, pairs, size):
-    """Mean loss and accuracy over the pairs, and the standard error of the latter."""
-    model.eval()
-    scores = [torch.stack(pair_scores(model, part)) for part in in_parts(pairs, size)]
-    model.train()
-    loss, stats = reward_model_loss(*torch.cat(scores, 1))
+    """Mean loss and accuracy over the pairs, and the standard error of the latter. size: pairs in
+    memory at once."""
+    scores = torch.cat([torch.stack(pair_scores(model, x)) for x in in_parts(pairs, size)], 1)
+    loss, stats = reward_model_loss(*scores)
     accuracy, n = stats["accuracy"], len(pairs)
     error = (accuracy * (1 - accuracy) / n) ** 0.5
-    figures = {"val_loss": loss.item(), "val_accuracy": accuracy, "val_accuracy_se": error}
-    return figures | {"val_pairs": n}
-
-
-@torch.no_grad()
-def normalise(model, sft, prompts, answers, micro_batch):
-    """Shift and scale the scores, so that those of the SFT model's own answers, to prompts spread
-    over the list, have mean 0 and standard deviation 1; and cap them."""
-    prompts, scores = spread_over(prompts, answers.answers), []
-    questions = [prompts[i % len(prompts)] for i in range(answers.answers)]
-    for part in in_parts(questions, micro_batch or 256, "answers of the SFT model"):
-        tokens, mask, _, _ = generate(sft, part, answers.max_new_tokens)
-        scores.append(model.eval()(tokens, row_lengths(mask)))
-    scores = torch.cat(scores)
-    model.mean.copy_(scores.mean())
-    model.std.copy_(scores.std().clamp(min=1e-6))
-    model.cap.copy_((scores.quantile(answers.cap_quantile) - model.mean) / model.std)
+    return {"val_loss": loss.item(), "val_accuracy": accuracy, "val_accuracy_se": error}
 
 
 if __name__ == "__main__":
-    run_script(main)
+    train()

@@ -9,6 +9,11 @@ class UserError(ValueError):
     """Something the user can put right. Scripts print it on one line and exit with status 2."""
 
 
+def printable(text, keep="\n"):
+    """The text with its control characters spelled out: no model may steer the terminal."""
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+
+
 def write_file(path, contents):
     """Write beside the file, then rename: the path always holds the old version or the new, whole.
 

@@ -1,17 +1,11 @@
-"""Support code: no PPO here. Each module imports only from those above it.
+"""What makes the scripts safe and comfortable; nothing here teaches RLHF. Seven rooms, each of which
+imports only from those above it:
 
-errors        what a user can put right, and how a script ends
-flags         settings from the command line, and the machine
-tokenizer     text to token ids and back
-rows          rows of text as rows of token ids: encoding, padding, batches
-checkpoints   models in files
-packing       the networks of minippo.py without computing padding
-hf            the bridge to the Hugging Face format
-models        the models that stage 3 needs; a reward model, or a function of texts
-training      optimizer, learning rate, work in pieces where memory is short, validation
-state         the log of a run, stopping and going on
-page          the run as a page for the browser (page.html is its template)
-watch         what follows an iteration of PPO: warnings, a few responses token by token
-report        what train_ppo.py ends with
-reading       minippo.py with its numbers beside it
+settings   flags from the command line, and errors in one line
+text       tokenizer, rows as token ids, padding
+models     models in files, those that a stage starts from, rewards that are functions
+page       a few responses token by token, and the run as a page for the browser
+report     checks before and while PPO trains, and the measurements at its end
+run        the optimizer, the steps of a run across interruptions, log, screen, best weights
+hf         the bridge to the Hugging Face format
 """

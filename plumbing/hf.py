@@ -17,10 +17,9 @@ import torch
 
 from data.files import UserError
 from minippo import GPT, GPTConfig, RewardModel
-from plumbing.checkpoints import load_checkpoint
-from plumbing.errors import run_script
-from plumbing.flags import read_flags
-from plumbing.tokenizer import Tokenizer
+from plumbing.models import load_checkpoint
+from plumbing.settings import read_flags, script
+from plumbing.text import Tokenizer
 
 END = "<|endoftext|>"
 # Settings that must be those of OpenAI's GPT-2, which are the defaults.
@@ -78,7 +77,7 @@ def read_vocabulary(source, theirs, size):
     return ours, ids
 
 
-def read_gpt2(source, dropout=0.0):
+def read_gpt2(source, dropout=0.0, bfloat16=False):
     """A name (gpt2, gpt2-medium, gpt2-large, gpt2-xl) or a local folder -> GPT, Tokenizer."""
     transformers = import_transformers()
     if not Path(source).is_dir():
@@ -104,7 +103,7 @@ def read_gpt2(source, dropout=0.0):
         raise UserError(f"{source}: {rule}; here {found}")
     tokenizer, ids = read_vocabulary(source, tokenizer, c.vocab_size)
     shape = c.vocab_size, c.n_positions, c.n_layer, c.n_head, c.n_embd
-    model = GPT(GPTConfig(*shape, dropout=dropout))
+    model = GPT(GPTConfig(*shape, dropout, bfloat16))
     copy_trunk(theirs.transformer, model.trunk)
     weight = model.trunk.token_embedding.weight
     weight.data.copy_(weight[ids])
@@ -174,12 +173,13 @@ class ExportConfig:
     overwrite: bool = False  # replace the model that is in FOLDER
 
 
+@script
 def main():
-    config, words = read_flags(__doc__, ExportConfig(), positional="export CHECKPOINT FOLDER")
+    config, words = read_flags(__doc__, ExportConfig, positional="export CHECKPOINT FOLDER")
     if len(words) != 3 or words[0] != "export":
         raise UserError("wanted are three words: export CHECKPOINT FOLDER (-h explains them)")
     export(*words[1:], config.overwrite)
 
 
 if __name__ == "__main__":
-    run_script(main)
+    main()

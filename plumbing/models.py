@@ -1,87 +1,146 @@
-"""The models that stage 3 needs. Scores come from a reward model, or from any function of prompts and
-responses. Both end as score(tokens, mask) -> (B,)."""
+"""Models in files, the models that a stage starts from, and rewards that are functions of texts."""
 
 import copy
-import dataclasses
 import hashlib
 import importlib
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import torch
 
-import minippo
-from data.files import UserError
-from minippo import GPT, RewardModel, frozen_copy, row_lengths
-from plumbing.checkpoints import fingerprint, load_checkpoint
-from plumbing.tokenizer import Tokenizer, texts_of
+from data.files import UserError, write_file
+from minippo import GPT, GPTConfig, RewardModel, Trunk, evaluate_actions, frozen_copy, generate
+from minippo import row_lengths
+from plumbing.text import Tokenizer, in_parts, pad_completions, spread_over, texts_of
 
 LARGEST_SCORE = 1e6  # with far larger ones the loss is no number
+MAKER = {"sft": "train_sft.py", "rm": "train_rm.py", "ppo": "train_ppo.py"}
 
 
-@dataclass
-class Models:
-    policy: GPT  # to be trained: the SFT model, unless another is given
-    ref: GPT  # frozen: the SFT model
-    reward_model: RewardModel | None  # frozen; None where a function takes its place
-    score: Callable  # (tokens, mask) -> (B,)
-    tokenizer: Tokenizer
-    facts: dict  # figures of the models: {"sft": ..., "rm": ...}
-    made_from: dict  # {file: its fingerprint}
-
-    def networks(self):
-        return torch.nn.ModuleList(filter(None, (self.policy, self.ref, self.reward_model)))
+def write_contents(path, contents):
+    """torch.save, whole or not at all."""
+    write_file(path, lambda file: torch.save(contents, file))
 
 
-def load_models(folder, device, policy="", reward="", separate_critic=False):
-    """sft.pt of a folder and its rm.pt, or instead of the latter the function that `reward` names.
+def read_contents(path, kinds, hint, mmap=True):
+    """What write_contents wrote, on the CPU. UserError unless it is whole, and its "kind" one of
+    these. No code that the file holds is run. mmap: weights are read where they are used."""
+    if not Path(path).is_file():
+        raise UserError(f"{path}: not found; {hint}")
+    try:
+        contents = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        kind = contents["kind"]
+    except Exception as error:  # torch.load raises many kinds of error at a damaged file
+        raise UserError(f"{path}: damaged, or no checkpoint ({type(error).__name__}); {hint}")
+    if kind not in kinds:
+        raise UserError(f"{path}: holds {kind!r}, not {' or '.join(map(repr, kinds))}; {hint}")
+    return contents
 
-    policy: a checkpoint to train instead of sft.pt, from which it must have been made.
-    separate_critic: the policy gets a value network of its own.
-    """
-    folder = Path(folder)
-    if not (folder / "sft.pt").exists():
-        hint = "train_sft.py makes it; --models names the folder if it is another one"
-        raise UserError(f"{folder}/sft.pt: not found; {hint}")
-    sft, tokenizer, sft_facts = load_checkpoint(folder / "sft.pt", ["sft"], device)
-    root = fingerprint(sft)
-    facts, made_from = {"sft": sft_facts, "rm": {}}, {"sft.pt": root}
 
-    def load_descendant(name, path, kinds):
-        model, _, model_facts = load_checkpoint(path, kinds, device)
-        made_from[name] = fingerprint(model)
-        if root not in (model_facts.get("sft"), made_from[name]):
-            raise UserError(f"{path}: was not made from {folder}/sft.pt; make it again")
-        return model, model_facts
+def save_checkpoint(path, kind, model, tokenizer, **figures):
+    """All that a model needs, in one file. kind: "sft" or "ppo" (a GPT), "rm" (a RewardModel).
+    figures: numbers of its validation, and "sft", the fingerprint of the SFT model behind it."""
+    vocabulary = [token.decode("latin-1") for token in tokenizer.tokens]
+    contents = {"kind": kind, "config": asdict(model.config), "vocabulary": vocabulary}
+    write_contents(path, contents | {"model": model.state_dict(), "figures": figures})
 
-    reward_model, ref = None, frozen_copy(sft)
-    policy = load_descendant("--policy", policy, ["ppo", "sft"])[0] if policy else sft
-    if reward:
-        function, made_from["the code of --reward"] = load_function(reward)
-        score = text_reward(function, tokenizer, root)
+
+def load_checkpoint(path, kinds, device="cpu"):
+    """A checkpoint of one of `kinds` -> model in eval mode, tokenizer, figures saved with it."""
+    contents = read_contents(path, kinds, f"{MAKER[kinds[0]]} makes it")
+    try:
+        model = (RewardModel if contents["kind"] == "rm" else GPT)(GPTConfig(**contents["config"]))
+        if "critic.norm.bias" in contents["model"]:
+            model.critic = Trunk(model.config)
+        model.load_state_dict(contents["model"])
+        tokenizer = Tokenizer([token.encode("latin-1") for token in contents["vocabulary"]])
+        return model.to(device).eval(), tokenizer, contents["figures"]
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        kind = type(error).__name__
+        raise UserError(f"{path}: damaged, or made by another version ({kind}); make it again")
+
+
+def fingerprint(path):
+    """A few letters that change with the bytes of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def sources(config):
+    """The models that a stage starts from -> {file: its fingerprint}."""
+    paths = {}
+    if hasattr(config, "models"):
+        paths["sft.pt"] = config.models / "sft.pt"
+    if not getattr(config, "reward", "none"):
+        paths["rm.pt"] = config.models / "rm.pt"
+    if getattr(config, "policy", ""):
+        paths["--policy"] = config.policy
+    return {name: fingerprint(path) for name, path in paths.items()}
+
+
+def new_model(config, rows):
+    """A GPT with random weights and a vocabulary learned from rows of texts; with config.init, a GPT-2
+    -> model, tokenizer."""
+    shape = GPTConfig(**{field.name: getattr(config, field.name) for field in fields(GPTConfig)})
+    if not config.init:
+        tokenizer = Tokenizer.train((text for row in rows for text in row), shape.vocab_size)
+        print(f"learned a vocabulary of {tokenizer.vocab_size:,} tokens")
+        shape.vocab_size = tokenizer.vocab_size
+        shape.__post_init__()
+        return GPT(shape).to(config.device), tokenizer
+    from plumbing.hf import read_gpt2
+
+    if shape != GPTConfig(dropout=shape.dropout, bfloat16=shape.bfloat16):
+        raise UserError("--init brings its own size and vocabulary: leave out flags for them")
+    print(f"reading the weights and the vocabulary of {config.init}", flush=True)
+    model, tokenizer = read_gpt2(config.init, shape.dropout, shape.bfloat16)
+    return model.to(config.device), tokenizer
+
+
+def load_sft(config):
+    """The SFT model of --models -> model, tokenizer."""
+    if not (config.models / "sft.pt").exists():
+        hint = "train_sft.py makes it; --models names its folder if it is another one"
+        raise UserError(f"{config.models}/sft.pt: not found; {hint}")
+    return load_checkpoint(config.models / "sft.pt", ["sft"], config.device)[:2]
+
+
+def load_models(config):
+    """For stage 3 -> policy (the SFT model, or --policy), ref (the SFT model, frozen),
+    score(tokens, mask) -> (B,) (the frozen reward model, or --reward), tokenizer. UserError if they
+    do not stem from one SFT model."""
+    sft, tokenizer = load_sft(config)
+    policy = load_descendant(config, config.policy, ["ppo", "sft"]) if config.policy else sft
+    reward_model = None
+    if config.reward:
+        score = text_reward(load_function(config.reward), tokenizer, config)
     else:
-        reward_model, facts["rm"] = load_descendant("rm.pt", folder / "rm.pt", ["rm"])
-        reward_model = frozen_copy(reward_model)
+        reward_model = frozen_copy(load_descendant(config, config.models / "rm.pt", ["rm"]))
 
         def score(tokens, mask):
             return reward_model(tokens, row_lengths(mask))
 
-    if separate_critic:
+    if getattr(config, "separate_critic", False):
         add_critic(policy, reward_model)
-    return Models(policy, ref, reward_model, score, tokenizer, facts, made_from)
+    return policy, frozen_copy(sft), score, tokenizer
+
+
+def load_descendant(config, path, kinds):
+    """A model that was made from the SFT model of --models, or is that one."""
+    model, _, figures = load_checkpoint(path, kinds, config.device)
+    if fingerprint(config.models / "sft.pt") not in (figures.get("sft"), fingerprint(path)):
+        raise UserError(f"{path}: was not made from {config.models}/sft.pt; make it again")
+    return model
 
 
 def add_critic(policy, reward_model):
     """Give the policy, in place, a value network of its own, which starts as the reward model (as
-    in InstructGPT)."""
-    if policy.critic is not None:  # of an earlier round: it goes on
+    in InstructGPT). One of an earlier round goes on."""
+    if policy.critic is not None:
         return
     if reward_model is None:
-        missing = "with --reward there is none"
-        raise UserError(f"--separate_critic starts from the reward model, and {missing}")
-    policy.config = dataclasses.replace(policy.config, separate_critic=True)
+        raise UserError("--separate_critic starts from the reward model: leave out --reward")
     policy.critic = copy.deepcopy(reward_model.trunk).requires_grad_(True)
     head, std = reward_model.score_head, reward_model.std
     with torch.no_grad():  # value = normalised score = (head(hidden) - mean) / std
@@ -90,66 +149,63 @@ def add_critic(policy, reward_model):
 
 
 def load_function(name):
-    """ "module:function" -> the function, and a fingerprint of its file. The current folder is where
-    the module is looked for last."""
+    """ "module:function" -> the function. The current folder is where the module is looked for
+    last."""
     module, _, function = name.partition(":")
     sys.path.append("")
     try:
-        module = importlib.import_module(module)
-        source = Path(module.__file__).read_bytes()
-        return getattr(module, function), hashlib.sha256(source).hexdigest()[:16]
+        return getattr(importlib.import_module(module), function)
     except Exception as error:  # the module is the user's: it may raise anything
-        wanted = "should be module:function, for instance my:score for score() in my.py"
-        raise UserError(f"--reward {name}: {type(error).__name__}: {error}; {wanted}")
+        kind, hint = type(error).__name__, "for instance my:score for score() in my.py"
+        raise UserError(f"{name}: {kind}: {error}; should be module:function, {hint}")
 
 
-def text_reward(function, tokenizer, sft):
+def text_reward(function, tokenizer, config):
     """A function of lists of prompts and responses, (texts, texts) -> numbers, as score(tokens, mask)
-    -> (B,). One with the attribute `reads_tokens` is given tokens, mask, and the SFT model's
-    fingerprint."""
+    -> (B,). One with the attribute `reads_tokens` is given tokens, mask, and the settings."""
     if getattr(function, "reads_tokens", False):
-        return lambda tokens, mask: function(tokens, mask, sft)
+        return lambda tokens, mask: function(tokens, mask, config)
 
     def score(tokens, mask):
         prompts, responses = texts_of(tokenizer, tokens, mask)
-        found = function(prompts, responses)
+        returned = function(prompts, responses)
         try:
-            scores = [float(x) for x in found]
+            scores = [float(x) for x in returned]
         except (TypeError, ValueError, OverflowError, RuntimeError):
             scores = []
         texts = zip(scores, prompts, responses)
         bad = [f"{x} for {(p + r)[:80]!r}" for x, p, r in texts if not abs(x) <= LARGEST_SCORE]
         if bad or len(scores) != len(prompts):
-            wanted = f"{len(prompts)} numbers, none beyond {LARGEST_SCORE:,.0f}"
-            wrong = bad[0] if bad else repr(found)[:80]
-            raise UserError(f"--reward: should return a list of {wanted}, not {wrong}")
+            wrong = bad[0] if bad else repr(returned)[:80]
+            limits = f"{len(prompts)} numbers, none beyond {LARGEST_SCORE:,.0f}"
+            raise UserError(f"--reward: should return a list of {limits}, not {wrong}")
         return torch.tensor(scores, device=tokens.device)
 
     return score
 
 
-@dataclass
-class Algorithm:
-    """PPO, or what a file of variations/ puts in its place."""
+@torch.no_grad()
+def nats_of(model, rows, size):
+    """(prompt, completion) as ids -> -log pi of each whole completion: (rows,). size: rows in memory
+    at once."""
+    nats = []
+    for part in in_parts(rows, size):
+        tokens, mask = pad_completions(part, model.lm_head.weight.device)
+        nats.append(-evaluate_actions(model, tokens, mask)[0].sum(1))
+    return torch.cat(nats)
 
-    Settings: type = minippo.PPOConfig  # PPO's settings, and perhaps others; each is a flag
-    compute_advantages: Callable = minippo.compute_advantages  # (batch, config)
-    loss: Callable = minippo.ppo_loss  # (policy, batch, config)
-    UNREAD: tuple = ()  # PPO's flags that have no effect
 
-
-def load_algorithm(name):
-    """ "ppo", or the name of a file in variations/ that has one of the two functions, or both."""
-    if name == "ppo":
-        return Algorithm()
-    try:
-        module = importlib.import_module(f"variations.{name}")
-    except ModuleNotFoundError as error:
-        if error.name != f"variations.{name}":
-            raise
-        module = None
-    own = {x.name: getattr(module, x.name) for x in fields(Algorithm) if hasattr(module, x.name)}
-    if not {"compute_advantages", "loss"} & own.keys() or hasattr(module, "main"):
-        wanted = "should be ppo, or a file of variations/ with compute_advantages() or loss()"
-        raise UserError(f"--algorithm {name}: {wanted}")
-    return Algorithm(**own)
+@torch.no_grad()
+def normalise(reward_model, sft, prompts, config):
+    """Shift and scale the scores, so that those of the SFT model's own answers, to prompts spread
+    over the list, have mean 0 and standard deviation 1; and cap them where one in a hundred of
+    these is higher."""
+    prompts, scores = spread_over(prompts, 2048), []
+    prompts = [prompts[i % len(prompts)] for i in range(2048)]
+    for part in in_parts(prompts, config.micro_batch or 256, "answers of the SFT model"):
+        tokens, mask, _, _ = generate(sft, part, config.max_new_tokens)
+        scores.append(reward_model(tokens, row_lengths(mask)))
+    scores = torch.cat(scores)
+    reward_model.mean.copy_(scores.mean())
+    reward_model.std.copy_(scores.std().clamp(min=1e-6))
+    reward_model.cap.copy_((scores.quantile(0.99) - scores.mean()) / reward_model.std)

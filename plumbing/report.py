@@ -1,9 +1,9 @@
-"""The ruler that finished policies are measured with, and the report that train_ppo.py ends with.
+"""Does PPO do what it should? Checks before and while it trains, and the report at its end.
 
-For a fixed reference, reward and beta, the best policy is known: pi*(y | x) ~ ref(y | x)
-exp(r(x, y) / beta) (Korbak et al., arXiv:2205.11275). So samples of the reference alone tell how
-well that policy does, and how well any policy could do. All is measured on validation prompts, with
-fresh samples; errors treat these prompts as a random sample of all prompts.
+The report measures a finished policy. For a fixed reference, reward and beta, the best policy is
+known: pi*(y | x) ~ ref(y | x) exp(r(x, y) / beta) (Korbak et al., arXiv:2205.11275). So samples of
+the reference alone tell how well that policy does, and how well any policy could do. All is measured
+on validation prompts, with fresh samples; errors treat these prompts as a random sample of all.
 """
 
 import json
@@ -11,19 +11,121 @@ import math
 
 import torch
 
-from data.files import write_file
+from data.files import UserError, printable, read_log, write_file
 from data.rows import load_rows
 from data.truth import entropies, judge_of, margins
-from minippo import kl_per_response, rollout
-from plumbing.errors import printable
-from plumbing.page import write_page
-from plumbing.rows import encode_rows, in_parts, pad
-from plumbing.tokenizer import texts_of
-from plumbing.training import nats_of
+from minippo import center_values, draw, evaluate_actions, gather_logprobs, generate
+from minippo import kl_per_response, rollout, row_lengths, score_responses
+from plumbing.models import load_checkpoint, load_sft, nats_of
+from plumbing.page import strict, trace_responses
+from plumbing.text import encode_rows, in_parts, pad, read_prompts, texts_of
 
 PROMPTS, REFERENCE, SAMPLES = 128, 192, 16  # responses of the reference, of a policy, to a prompt
 BEST_OF = 4, 16, 64
 COLUMNS = "judge", "score", "kl", "eos_rate", "response_length", "distinct"
+
+# Checks
+
+
+@torch.no_grad()
+def check_start(policy, ref, score, prompts, config):
+    """Before the first update: do sampling and scoring agree? And let the values start at the mean
+    score.
+
+    Nothing has been trained, so pi / old must be 1 at every token, and the KL 0, unless --policy was
+    given. UserError if not (dropout? temperature?). In bfloat16 single tokens are off by its
+    rounding, so there the mean is judged.
+    """
+    B, k, minibatches = config.batch_size, config.k, config.minibatches
+    if B % k or B < minibatches:
+        raise UserError(
+            f"--batch_size {B}: should be a multiple of --k {k}, >= --minibatches {minibatches}"
+        )
+    context, longest = policy.config.context, config.max_new_tokens
+    if short := sum(len(prompt) + longest > context for prompt in prompts):
+        room = f"leave less than {longest} tokens of the context of {context} for a response"
+        print(f"warning: {short:,} of {len(prompts):,} prompts {room} (--max_new_tokens)")
+    columns = []  # log-probabilities by which generate() draws, column by column, of its rows
+
+    def recorded_draw(logits):
+        token = draw(logits)
+        columns.append(gather_logprobs(logits, token))
+        return token
+
+    prompts = prompts[: config.micro_batch or config.batch_size]
+    temperature = config.temperature
+    tokens, mask, logprobs, values = generate(policy, prompts, longest, temperature, recorded_draw)
+    ref_logprobs, _, _ = evaluate_actions(ref, tokens, mask, temperature)
+    drawn, lengths = torch.zeros_like(logprobs), row_lengths(mask)
+    for t, column in enumerate(columns, tokens.shape[1] - 1 - len(columns)):
+        drawn[lengths > t + 1, t] = column
+    ratios, half = ((logprobs - drawn).exp() - 1).abs()[mask], policy.config.bfloat16
+    off = (ratios.mean() if half else ratios.max()).item()
+    nats = (logprobs - ref_logprobs).abs()[mask].max().item()
+    tolerance, when = 0.05 if half else 1e-3, "before the first update"
+    if not off <= tolerance:
+        raise UserError(f"{when} a ratio is {off:.4f} off 1: sampling and scoring disagree")
+    if not config.policy and not nats <= tolerance:
+        raise UserError(f"{when} a token is {nats:.4f} nats away from the reference, not 0")
+    kl = "" if config.policy else " and the KL to the reference is 0"
+    print(f"checked: {when} the ratio is 1{kl}")
+    scores, _ = score_responses(score, tokens, mask, config, policy.config.eos)
+    center_values(policy, {"scores": scores, "old_values": values, "mask": mask})
+    if len(scores) > 1:
+        check_scores(scores)
+
+
+def check_scores(scores):
+    """Learning rates, clips and beta suit scores that differ by about 1."""
+    spread, mean = scores.std().item(), scores.mean().item()
+    if spread > 0 and not 0.2 < spread < 5:
+        factor = f"{spread:.1g}"
+        print(f"warning: the first scores have a standard deviation of {spread:.2g}, and the")
+        print(f"    settings suit 1: divide the reward by {float(factor):g}")
+    if abs(mean) > 1e4 * spread > 0:
+        print(f"warning: the mean of the first scores is {mean:.3g}: subtract it from the reward")
+
+
+def faults(stats, kl):
+    """What is wrong with an iteration -> {kind: sentence}. kl: of each response."""
+    mean, error = kl.mean().item(), kl.std(correction=0).item() / math.sqrt(len(kl))
+    wrong = {}
+    if len(kl) < 16:  # few, whose means are not relied on
+        return wrong
+    if mean < -4 * error - 1e-4:
+        wrong["sign"] = f"KL {mean:.3f} ± {error:.3f} is below 0: sampling and scoring disagree"
+    if mean > 100 or stats["entropy"] < 0.02:
+        figures = f"KL {mean:.0f}, entropy {stats['entropy']:.3f} nats per token"
+        wrong["collapse"] = f"{figures}: the policy may have collapsed (a smaller --lr?)"
+    if not stats["eos_rate"]:
+        wrong["end"] = "no response has ended by itself (a larger --max_new_tokens?)"
+    return wrong
+
+
+def watch(run, stats, batch):
+    """Look at an iteration of PPO: warn, show a response, trace some -> the judge's grade, if the
+    prompts are those of the default data."""
+    step, config = run.step, run.config
+    texts = texts_of(run.tokenizer, batch["tokens"], batch["mask"])
+    kl, _ = kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], batch["mask"])
+    for kind, text in faults(stats, kl).items():
+        if kind not in run.warned:
+            run.warned.add(kind)
+            print(f"warning: iteration {step}: {text}")
+    if step % 40 == 1:
+        text = printable((texts[0][0] + texts[1][0])[:400])
+        print(f"    {text!r}  score {batch['scores'][0]:.2f}  KL {kl[0]:.2f}")
+    if str(step).rstrip("0") in ("1", "2", "5") or step == config.steps:
+        path = config.out / "ppo_traces.jsonl"
+        lines = [line for line in read_log(path) if line["step"] < step]
+        responses = trace_responses(batch, run.model, run.tokenizer, config.temperature)
+        lines.append(strict({"step": step, "responses": responses}))
+        write_file(path, "".join(json.dumps(line) + "\n" for line in lines))
+    judge = judge_of(config.data)  # it only looks on
+    return {"judge": sum(map(judge, *texts)) / len(kl)} if judge else {}
+
+
+# The report
 
 
 def optimal_objective(scores, kl_coef):
@@ -76,25 +178,24 @@ def distinct(texts, n):
 class Ruler:
     """Prompts (lists of ids), and the reference's answers to them: what policies are compared to."""
 
-    def __init__(self, models, prompts, folder, config):
-        self.models, self.prompts, self.config = models, prompts, config
-        self.judge = judge_of(folder)
-        self.questions = [models.tokenizer.decode(prompt) for prompt in prompts]
-        self.reference, self.reference_texts = self.ask(models.ref, REFERENCE)
-        score, beta = self.reference["score"], config.kl_coef
-        self.best = optimal_objective(score, beta)[:, None] if beta else None
+    def __init__(self, ref, score, tokenizer, prompts, config):
+        self.ref, self.score, self.tokenizer = ref, score, tokenizer
+        self.prompts, self.config, self.judge = prompts, config, judge_of(config.data)
+        self.questions = [tokenizer.decode(prompt) for prompt in prompts]
+        self.reference, self.reference_texts = self.sample(ref, REFERENCE)
+        scores, beta = self.reference["score"], config.kl_coef
+        self.best = optimal_objective(scores, beta)[:, None] if beta else None
 
-    def ask(self, policy, n):
+    def sample(self, policy, n):
         """n responses to each of the P prompts -> {name: (P, n)}, and their texts in a list."""
-        models, config = self.models, self.config
         rows, parts, texts = [prompt for prompt in self.prompts for _ in range(n)], [], []
-        for part in in_parts(rows, config.micro_batch or 512, "responses for the report"):
-            batch = rollout(policy, models.ref, models.score, part, config)
+        for part in in_parts(rows, self.config.micro_batch or 512, "responses for the report"):
+            batch = rollout(policy, self.ref, self.score, part, self.config)
             mask = batch["mask"]
             kl, _ = kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], mask)
             figures = torch.stack([batch["scores"], kl, batch["ended"], mask.sum(1)])
             parts.append(figures.float().cpu())
-            texts += texts_of(models.tokenizer, batch["tokens"], mask)[1]
+            texts += texts_of(self.tokenizer, batch["tokens"], mask)[1]
         figures = torch.cat(parts, 1).view(4, -1, n)
         measured = dict(zip(("score", "kl", "eos_rate", "response_length"), figures))
         if self.judge:
@@ -103,28 +204,25 @@ class Ruler:
         return measured, texts
 
     def figures(self, measured, texts, rows=slice(None)):
-        """What ask() has returned -> {name: mean, name_se: error}, over the prompts in `rows`, and
-        the correlation of length and score over their responses (0 where one is the same in all)."""
-        found, n = {}, measured["score"].shape[1]
+        """What sample() has returned -> {name: mean, name_se: error}, over the prompts in `rows`."""
+        figures, n = {}, measured["score"].shape[1]
         for name, x in (measured | {"distinct": distinct(texts, n)}).items():
-            found |= estimate(name, x[rows])
-        pair = torch.stack([measured[x][rows].flatten() for x in ("response_length", "score")])
-        found["length_correlation"] = pair.corrcoef()[0, 1].nan_to_num().item()
+            figures |= estimate(name, x[rows])
         if self.best is not None:
             J = measured["score"] - self.config.kl_coef * measured["kl"]
-            found |= optimality(J[rows], self.reference["score"][rows], self.best[rows])
-        return found
+            figures |= optimality(J[rows], self.reference["score"][rows], self.best[rows])
+        return figures
 
     def best_of(self, n):
         """The best of n answers of the reference; of its KL, a bound."""
-        found = {}
+        figures = {}
         for name, x in self.reference.items():
-            found |= estimate(name, best_of_n(self.reference["score"], x, n))
-        found.pop("kl_se", None)
-        return found | {"kl": math.log(n) - (n - 1) / n}
+            figures |= estimate(name, best_of_n(self.reference["score"], x, n))
+        figures.pop("kl_se", None)
+        return figures | {"kl": math.log(n) - (n - 1) / n}
 
     def answer(self, measured, texts, i):
-        """A response that ask() has returned, and its figures."""
+        """A response that sample() has returned, and its figures."""
         figures = {x: measured[x].flatten()[i].item() for x in COLUMNS[:3] if x in measured}
         return {"text": texts[i]} | figures
 
@@ -142,66 +240,82 @@ class Ruler:
         for i in rows:
             prompt = self.questions[i // score.shape[1]]
             highest.setdefault(prompt, {"prompt": prompt} | self.answer(measured, texts, i))
-        examples = list(highest.values())[:3]
-        return {"count": len(rows), "examples": examples}
+        return {"count": len(rows), "examples": list(highest.values())[:3]}
 
 
-def make_report(models, trained_on, prompts, run, config, stage):
-    """Write out/report.json -> its dict."""
-    torch.manual_seed(run.seed)
+def report(run, score, trained_on):
+    """Measure the policy of a finished run on validation prompts: out/report.json and the screen
+    (unless --no_report), then the page. trained_on: prompts as ids."""
+    config, path, figures = run.config, run.config.out / "report.json", None
+    path.unlink(missing_ok=True)  # of an earlier policy
+    if not config.no_report:
+        torch.manual_seed(config.seed)
+        prompts = read_prompts(config.data, "val", run.tokenizer, run.model.config.context)
+        figures = make_report(run, score, trained_on, prompts)
+        write_file(path, json.dumps(strict(figures), indent=2) + "\n")
+        print_report(figures)
+    print(f"open {run.write_page(figures)} in a browser to see the run")
+
+
+def make_report(run, score, trained_on, prompts):
     prompts = [prompts[i] for i in torch.randperm(len(prompts))[:PROMPTS]]
-    ruler = Ruler(models, prompts, run.data, config)
-    before, after = (ruler.reference, ruler.reference_texts), ruler.ask(models.policy, SAMPLES)
+    ruler = Ruler(load_sft(run.config)[0], score, run.tokenizer, prompts, run.config)
+    before, after = (ruler.reference, ruler.reference_texts), ruler.sample(run.model, SAMPLES)
+    sft, rm = stages_before(ruler)
     report = {
-        "algorithm": stage.algorithm,
-        "beta": config.kl_coef,
-        "sft": models.facts["sft"] | ruler.figures(*before),
-        "rm": dict(models.facts["rm"]),
+        "beta": run.config.kl_coef,
+        "sft": sft | ruler.figures(*before),
+        "rm": rm,
         "best_of_n": {str(n): ruler.best_of(n) for n in BEST_OF},
-        "ppo": ruler.figures(*after),
+        "policy": ruler.figures(*after),
         "suspects": ruler.suspects(*after),
         "samples": [
             {"prompt": question, "sft": ruler.answer(*before, i * REFERENCE)}
-            | {"ppo": ruler.answer(*after, i * SAMPLES)}
+            | {"policy": ruler.answer(*after, i * SAMPLES)}
             for i, question in enumerate(ruler.questions[:6])
         ],
     }
-    known = set(map(tuple, trained_on))
-    seen = torch.tensor([tuple(prompt) in known for prompt in prompts])
-    for kind, rows in (("ppo_seen", seen), ("ppo_unseen", ~seen)):
-        if rows.any():
+    seen = set(map(tuple, trained_on))
+    seen = torch.tensor([tuple(prompt) in seen for prompt in prompts])
+    if seen.any() and not seen.all():
+        for kind, rows in (("seen", seen), ("unseen", ~seen)):
             report[kind] = ruler.figures(*after, rows) | {"prompts": int(rows.sum())}
-    add_truth(report, models, run, config.micro_batch or 64)
     report["table"], report["notes"] = table(report), list(notes(report))
-    write_file(run.out / "report.json", json.dumps(report, indent=2) + "\n")
     return report
 
 
 @torch.no_grad()
-def add_truth(report, models, run, size):
-    """How far SFT and reward model are from the best that is possible, where that is known; row by
-    row, so that luck cancels out."""
-    rows, entropy = known_rows(models, run, "sft", entropies)
+def stages_before(ruler):
+    """Figures of the SFT model and the reward model (if one gave the scores): those of their files,
+    and, where the truth is known, how far they are from the best that is possible: row by row, so
+    that luck cancels out."""
+    config, size = ruler.config, ruler.config.micro_batch or 64
+    _, _, sft = load_checkpoint(config.models / "sft.pt", ["sft"])
+    rows, entropy = known_rows(ruler, "sft", entropies)
     if rows:
         tokens = sum(len(ids) for _, ids in rows) / len(rows)  # in a row
-        excess = nats_of(models.ref, rows, size).cpu() - entropy
-        report["sft"] |= estimate("above_entropy", excess / tokens)
-    rows, margin = known_rows(models, run, "pref", margins)
-    if rows and models.reward_model:
+        excess = nats_of(ruler.ref, rows, size).cpu() - entropy
+        sft |= estimate("above_entropy", excess / tokens)
+    if config.reward:
+        return sft, {}
+    model, _, rm = load_checkpoint(config.models / "rm.pt", ["rm"], config.device)
+    rows, margin = known_rows(ruler, "pref", margins)
+    if rows:
         scores = []
         for part in in_parts([row[0] + row[i] for row in rows for i in (1, 2)], size):
-            scores.append(models.reward_model(*pad(part, run.device)).cpu())
-        found = torch.cat(scores).view(-1, 2)
-        more = margin.sign() - (found[:, 0] - found[:, 1]).sign()  # a tie is half right
-        report["rm"] |= estimate("below_ceiling", more / 2)
+            scores.append(model(*pad(part, config.device)).cpu())
+        scores = torch.cat(scores).view(-1, 2)
+        more = margin.sign() - (scores[:, 0] - scores[:, 1]).sign()  # a tie is half right
+        rm |= estimate("below_ceiling", more / 2)
+    return sft, rm
 
 
-def known_rows(models, run, task, truth):
+def known_rows(ruler, task, truth):
     """The validation rows of a task as ids, and what truth(rows) knows of each; None, None unless it
     knows all, and all fit into the context."""
-    path, eos = run.data / f"{task}_val.jsonl", models.tokenizer.eos
+    path, eos = ruler.config.data / f"{task}_val.jsonl", ruler.tokenizer.eos
     if path.exists() and (known := truth(rows := load_rows(path, task))):
-        encoded = encode_rows(rows, models.tokenizer, models.ref.config.context)
+        encoded = encode_rows(rows, ruler.tokenizer, ruler.ref.config.context)
         if sum(all(ids[-1] == eos for ids in row[1:]) for row in encoded) == len(rows):
             return encoded, torch.tensor(known)
     return None, None
@@ -215,43 +329,40 @@ def number(row, name, digits=2):
 
 def table(report):
     """SFT model, best of n and the policy: {name of a row: cells of text}, the head first."""
-    name, columns = report["algorithm"].upper(), [x for x in COLUMNS if x in report["sft"]]
+    columns = [name for name in COLUMNS if name in report["sft"]]
     rows = {"SFT": report["sft"]}
     rows |= {f"best of {n}": row for n, row in report["best_of_n"].items()}
-    rows |= {name: report["ppo"], f"{name}, unseen": report.get("ppo_unseen")}
+    rows |= {"policy": report["policy"], "policy, unseen": report.get("unseen")}
     cells = {label: [number(row, x) for x in columns] for label, row in rows.items() if row}
     return {"": columns} | cells
 
 
-LIMITS = {
-    ("sft", "val_loss"): "SFT validation loss {} nats/token",
-    ("sft", "above_entropy"): "    {} above the entropy of the same rows",
-    ("rm", "val_accuracy"): "reward model, validation pairs right {}",
-    ("rm", "below_ceiling"): "    {} below the judge on the same pairs",
-    (
-        "ppo",
-        "optimality",
-    ): "optimality {}: 0 is the SFT model, 1 roughly the best that any policy can reach",
-    ("ppo_unseen", "optimality"): "    {} on {prompts} prompts that it was not trained on",
-}
+LIMITS = [
+    ("sft", "val_loss", "SFT validation loss {} nats/token"),
+    ("sft", "above_entropy", "    {} above the entropy of the same rows"),
+    ("rm", "val_accuracy", "reward model, validation pairs right {}"),
+    ("rm", "below_ceiling", "    {} below the judge on the same pairs"),
+    ("policy", "optimality", "optimality {}: 0 is the SFT model, 1 about the best possible policy"),
+    ("unseen", "optimality", "    {} on {prompts} prompts that it was not trained on"),
+]
 
 
 def notes(report):
     """How far each stage ends from the best that is possible, and answers to be wary of."""
-    for (part, name), text in LIMITS.items():
+    for part, name, text in LIMITS:
         if name in (figures := report.get(part, {})):
             yield text.format(number(figures, name, 4), **figures)
-    found = report["suspects"]
-    if found["count"]:
+    suspects = report["suspects"]
+    if suspects["count"]:
         above = f"score higher than all {REFERENCE} of the SFT model, far from it"
-        yield f"reward hacking? {found['count']:,} responses {above}:"
-    for row in found["examples"]:
-        yield f"    {printable(row['prompt'])} -> {with_figures(row)}"
+        yield f"reward hacking? {suspects['count']:,} responses {above}:"
+    for row in suspects["examples"]:
+        yield f"    {printable(row['prompt'][:400])} -> {with_figures(row)}"
 
 
 def with_figures(answer):
     figures = f"(score {answer['score']:.2f}, KL {answer['kl']:.2f})"
-    return f"{printable(answer['text']).strip()}   {figures}"
+    return f"{printable(answer['text'][:400]).strip()}   {figures}"
 
 
 def print_report(report):
@@ -260,16 +371,6 @@ def print_report(report):
         print(label.ljust(15) + "".join(cell.rjust(17) for cell in cells))
     print("", *report["notes"], "\nSamples, before and after:", sep="\n")
     for row in report["samples"]:
-        print(f"  {printable(row['prompt'])}")
-        print(f"    SFT  {with_figures(row['sft'])}")
-        print(f"    {report['algorithm'].upper():<4} {with_figures(row['ppo'])}")
-
-
-def finish_run(models, trained_on, prompts, run, config, stage):
-    """Report (unless --no_report) and page. The report of an earlier policy goes."""
-    (run.out / "report.json").unlink(missing_ok=True)
-    report = None
-    if not stage.no_report:
-        report = make_report(models, trained_on, prompts, run, config, stage)
-        print_report(report)
-    print(f"open {write_page(run.out, stage.models, report)} in a browser to see the run")
+        print(f"  {printable(row['prompt'][:400])}")
+        print(f"    before  {with_figures(row['sft'])}")
+        print(f"    after   {with_figures(row['policy'])}")

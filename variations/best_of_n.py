@@ -11,20 +11,11 @@ KL(p_k || pi), with p_k as fixed, although it was made from pi. So it matters wh
 best, and not by how much.
 """
 
-import math
-from dataclasses import dataclass
-
 import torch
 
 from minippo import evaluate_actions, masked_mean
-from variations import NO_CRITIC, GroupConfig, response_rewards
-
-UNREAD = (*NO_CRITIC, "clip_eps")
-
-
-@dataclass
-class Settings(GroupConfig):
-    clip_eps: float = math.inf  # no clip [0, inf]
+from train_ppo import train
+from variations import GroupConfig, response_rewards
 
 
 def compute_advantages(batch, config):
@@ -33,11 +24,15 @@ def compute_advantages(batch, config):
     best.scatter_(1, rewards.argmax(1, keepdim=True), True)
     chosen = best.view(-1, 1) & mask  # (B, T-1)
     # Divided by their share, so that the mean over all tokens is the mean over the chosen ones.
-    return {"credit": chosen * (mask.sum() / chosen.sum())}
+    return {"advantages": chosen * (mask.sum() / chosen.sum())}
 
 
 def loss(policy, batch, config):
     mask = batch["mask"]
     logprobs, _, _ = evaluate_actions(policy, batch["tokens"], mask, config.temperature)
-    loss = -masked_mean(batch["credit"] * logprobs, mask)
+    loss = -masked_mean(batch["advantages"] * logprobs, mask)
     return loss, {"loss": loss.item()}
+
+
+if __name__ == "__main__":
+    train(GroupConfig, compute_advantages, loss, __doc__, out="out/best_of_n")

@@ -18,42 +18,50 @@ Scores have standard deviation 1, r has not; so the same --kl_coef is another pr
 rm.pt are only for the log and the report.
 """
 
-import math
 from dataclasses import dataclass
 
-import torch
+import torch.nn.functional as F
 
-from minippo import PPOConfig, batch_metrics, evaluate_actions, gradient_step
-from plumbing.checkpoints import save_checkpoint
-from plumbing.errors import run_script
-from plumbing.flags import RunConfig, prepare, read_flags
+from minippo import backward, batch_metrics, evaluate_actions, gradient_step, merge, rollout
 from plumbing.models import load_models
-from plumbing.packing import packed
-from plumbing.report import finish_run
-from plumbing.rows import batch_of, in_parts, pad_completions, read_ids, read_prompts
-from plumbing.state import State
-from plumbing.training import adamw, backward, rollout_in_pieces, set_lr
-from plumbing.watch import Watch
-from train_ppo import StageConfig
-from variations import NO_CRITIC
-
-UNREAD = (*NO_CRITIC, "clip_eps", "epochs", "algorithm", "kl_target", "kl_horizon")
-UNREAD += ("ref_update_every",)
+from plumbing.report import report
+from plumbing.run import Run, adamw
+from plumbing.settings import read_flags, script
+from plumbing.text import in_parts, pad_completions, read_ids
 
 
 @dataclass
-class Settings(PPOConfig):
-    clip_eps: float = math.inf  # no clip [0, inf]
-    kl_coef: float = 0.1  # beta [1e-6, 1e6]
+class Settings:
+    steps: int = 450  # iterations
+    batch_size: int = 128  # pairs per iteration
+    minibatches: int = 4  # gradient steps per iteration
+    micro_batch: int = 0  # pairs in memory at once; 0: all of them
+    lr: float = 8e-4  # peak learning rate of AdamW; it falls linearly to 0
+    warmup: int = 5  # iterations in which the learning rate climbs to its peak
+    adam_eps: float = 1e-4  # Adam's epsilon; weights of tiny, noisy gradients move less
+    max_grad_norm: float = 1.0  # longer gradients are scaled down to this norm
+    kl_coef: float = 0.1  # beta
     ipo: bool = False  # the loss of IPO instead
-    samples: int = 32  # responses per iteration, for the log [1, inf]
+    samples: int = 32  # responses per iteration, for the log
+    max_new_tokens: int = 48  # longest of these responses, in tokens
+    temperature: float = 1.0  # divides the logits, in sampling and in every log pi
+    length_penalty: float = 0.0  # subtracted from their score for each token
+    missing_eos_penalty: float = 1.0  # subtracted if one was cut off
+    models: str = ""  # folder of sft.pt and rm.pt; if empty, --out, or the folder above
+    policy: str = ""  # checkpoint to start from; sft.pt if not given
+    reward: str = ""  # module:function that scores the samples instead of the reward model
+    no_report: bool = False  # end without measuring the result on the validation prompts
+
+    def __post_init__(self):
+        if not (self.kl_coef > 0 and self.temperature > 0):
+            raise ValueError("kl_coef and temperature: should be above 0")
 
 
 def dpo_loss(chosen, rejected, beta, ipo=False):
     """log(pi / ref) of chosen and rejected answers, (B,) each -> mean over the pairs, stats."""
     h = chosen - rejected
-    losses = (h - 1 / (2 * beta)) ** 2 if ipo else -torch.nn.functional.logsigmoid(beta * h)
-    loss, accuracy = losses.mean(), (h > 0).float().mean()
+    losses = (h - 1 / (2 * beta)) ** 2 if ipo else -F.logsigmoid(beta * h)
+    loss, accuracy = losses.mean(), (h > 0).float().mean() + 0.5 * (h == 0).float().mean()
     return loss, {"loss": loss.item(), "accuracy": accuracy.item(), "margin": h.mean().item()}
 
 
@@ -65,40 +73,34 @@ def log_ratios(policy, ref, pairs, temperature):
     return (a - b).sum(1).view(-1, 2).unbind(1)
 
 
+@script
 def main():
-    defaults = RunConfig(out="out/dpo"), Settings(), StageConfig()
-    run, config, stage = read_flags(__doc__, *defaults, without=UNREAD)
-    stage.algorithm, stage.models = "ipo" if config.ipo else "dpo", stage.models or run.out.parent
-    prepare(run)
-    models = load_models(stage.models, run.device, stage.policy, stage.reward)
-    packed(models.networks(), run.dtype, run.grad_checkpoint)
-    policy, ref, tokenizer = models.policy, models.ref, models.tokenizer
-    pairs = read_ids(run.data, "pref", "train", tokenizer, ref.config.context)
-    val_prompts = read_prompts(run.data, "val", tokenizer, ref.config.context)
-    optimizer = adamw(policy, stage.lr, eps=stage.adam_eps)
-    parts, data = {"policy": policy, "optimizer": optimizer}, (pairs, tokenizer.tokens)
-    state = State("ppo", run, parts, data, config, stage, models.made_from)
-    watch = Watch(state, models, config, stage)
+    config = read_flags(__doc__, Settings, out="out/dpo")
+    policy, ref, score, tokenizer = load_models(config)
+    pairs = read_ids(config.data, "pref", "train", tokenizer, policy.config.context)
+    optimizer, schedule = adamw(policy, config)
+    run = Run("ppo", config, policy, tokenizer, optimizer, schedule, data=pairs)
 
-    def loss(policy, pairs):
+    def loss(pairs):
         ratios = log_ratios(policy, ref, pairs, config.temperature)
         return dpo_loss(*ratios, config.kl_coef, config.ipo)
 
-    for step in state.steps(stage.steps):
-        lr, parts = set_lr(optimizer, step, stage), []
-        some = batch_of(pairs, step, stage.batch_size, run.seed)
-        asked = [prompt for prompt, *_ in some[: config.samples]]
-        batch = rollout_in_pieces(policy, ref, models.score, asked, config)
+    for _ in run.steps():
+        some, steps = run.batch(pairs, config.batch_size), []
+        prompts = [prompt for prompt, *_ in some[: config.samples]]
+        batch = rollout(policy, ref, score, prompts, config)  # for the log alone
         for minibatch in in_parts(some, -(-len(some) // config.minibatches)):
             optimizer.zero_grad()
-            parts.append(backward(loss, policy, minibatch, config.micro_batch, len))
-            parts[-1]["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
-        stats = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
-        watch.end_step(batch, stats | batch_metrics(batch, config) | {"lr": lr})
+            stats = backward(loss, minibatch, config.micro_batch, len)
+            stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
+            steps.append(stats)
+        schedule.step()
+        stats = merge([(1 / len(steps), stats) for stats in steps])
+        run.end_step(stats | batch_metrics(batch, config), batch)
 
-    save_checkpoint(run.out / "ppo.pt", "ppo", policy, tokenizer, sft=models.made_from["sft.pt"])
-    finish_run(models, [prompt for prompt, *_ in pairs], val_prompts, run, config, stage)
+    run.finish()
+    report(run, score, [prompt for prompt, *_ in pairs])
 
 
 if __name__ == "__main__":
-    run_script(main)
+    main()

@@ -19,14 +19,16 @@ With --no_std --no_length it is nearly Dr. GRPO (arXiv:2503.20783, which divides
 
 from dataclasses import dataclass
 
-from minippo import evaluate_actions, masked_mean, policy_loss
-from variations import NO_CRITIC, GroupConfig
+import torch
 
-UNREAD = NO_CRITIC
+from minippo import bounded_exp, evaluate_actions, masked_mean, policy_loss
+from train_ppo import train
+from variations import GroupConfig
 
 
 @dataclass
 class Settings(GroupConfig):
+    clip_eps: float = 0.2  # no gain from a ratio further from 1 than this; inf: no clip
     std: bool = True  # divide by the standard deviation of the group
     length: bool = True  # tokens of long responses count less
 
@@ -35,17 +37,25 @@ def compute_advantages(batch, config):
     mask, scores = batch["mask"], batch["scores"].view(-1, config.k)  # (B / k, k)
     advantages = scores - scores.mean(1, keepdim=True)
     if config.std:
-        advantages = advantages / scores.std(1, keepdim=True).clamp(min=1e-4)
+        std, largest = scores.std(1, keepdim=True), scores.abs().amax(1, keepdim=True)
+        equal = std <= 8 * torch.finfo(scores.dtype).eps * largest  # but for rounding
+        advantages = torch.where(equal, 0.0, advantages / std)
     # With these weights the mean over all tokens is the mean over responses of their means.
     lengths = mask.sum(1, keepdim=True).to(scores)  # (B, 1)
     weights = mask * (lengths.mean() / lengths if config.length else 1.0)  # (B, T-1)
-    return {"weights": weights, "credit": weights * advantages.view(-1, 1)}
+    return {"weights": weights, "advantages": weights * advantages.view(-1, 1)}
 
 
 def loss(policy, batch, config):
     mask, old_logprobs = batch["mask"], batch["old_logprobs"]
     logprobs, _, _ = evaluate_actions(policy, batch["tokens"], mask, config.temperature)
-    loss, stats = policy_loss(logprobs, old_logprobs, batch["credit"], mask, config.clip_eps)
+    loss, stats = policy_loss(logprobs, old_logprobs, batch["advantages"], mask, config.clip_eps)
     log_q = (batch["ref_logprobs"] - logprobs) * mask
-    loss = loss + config.kl_coef * masked_mean(batch["weights"] * (log_q.exp() - 1 - log_q), mask)
+    loss = loss + config.kl_coef * masked_mean(
+        batch["weights"] * (bounded_exp(log_q) - 1 - log_q), mask
+    )
     return loss, {"loss": loss.item(), **stats}
+
+
+if __name__ == "__main__":
+    train(Settings, compute_advantages, loss, __doc__, out="out/grpo")

@@ -15,14 +15,17 @@ those of GRPO. Here they are A, and the clip is PPO's: give a small --clip_eps.
 
 from dataclasses import dataclass
 
-from minippo import PPOConfig, evaluate_actions, masked_mean, policy_loss, whiten
+from minippo import PolicyGradientConfig, evaluate_actions, masked_mean, policy_loss, whiten
+from train_ppo import train
 from variations import response_rewards
-
-UNREAD = ("gamma", "lam", "value_clip", "entropy_coef", "kl_loss_coef")
 
 
 @dataclass
-class Settings(PPOConfig):
+class Settings(PolicyGradientConfig):
+    whiten: bool = True  # advantages with mean 0 and standard deviation 1
+    clip_eps: float = 0.2  # no gain from a ratio further from 1 than this; inf: no clip
+    vf_coef: float = 0.1  # weight of the value loss
+    separate_critic: bool = False  # a value network of its own, started from the reward model
     mean: bool = True  # the ratio is the geometric mean of those of the tokens, not their product
 
 
@@ -37,8 +40,8 @@ def compute_advantages(batch, config):
     # With these weights a mean over all tokens is a mean over responses.
     lengths = mask.sum(1, keepdim=True).to(values)
     weights = mask * lengths.mean() / lengths
-    found = {"old_values": values * mask, "returns": returns * mask}  # the same at all tokens
-    return found | {"first": first * lengths.mean(), "credit": advantages * weights}
+    same = {"old_values": values * mask, "returns": returns * mask}  # at all tokens
+    return same | {"first": first * lengths.mean(), "advantages": advantages * weights}
 
 
 def loss(policy, batch, config):
@@ -46,7 +49,11 @@ def loss(policy, batch, config):
     logprobs, values, _ = evaluate_actions(policy, batch["tokens"], mask, config.temperature)
     log_ratio = ((logprobs - batch["old_logprobs"]) * mask).sum(1, keepdim=True)  # (B, 1)
     log_ratio = mask * (log_ratio / mask.sum(1, keepdim=True) if config.mean else log_ratio)
-    loss, stats = policy_loss(log_ratio, 0 * log_ratio, batch["credit"], mask, config.clip_eps)
+    loss, stats = policy_loss(log_ratio, 0 * log_ratio, batch["advantages"], mask, config.clip_eps)
     value_term = 0.5 * masked_mean(batch["first"] * (values - batch["returns"]) ** 2, mask)
     loss = loss + config.vf_coef * value_term
     return loss, {"loss": loss.item(), **stats, "value_loss": value_term.item()}
+
+
+if __name__ == "__main__":
+    train(Settings, compute_advantages, loss, __doc__, out="out/gspo")

@@ -13,23 +13,32 @@ sum_a pi(a) = 0.
 import math
 from dataclasses import dataclass
 
-from minippo import PPOConfig, evaluate_actions, masked_mean, policy_loss, value_loss
-
-UNREAD = ("clip_eps", "entropy_coef", "kl_loss_coef")
+from minippo import PolicyGradientConfig, bounded_exp, compute_advantages, evaluate_actions
+from minippo import masked_mean, policy_loss, value_loss
+from train_ppo import train
 
 
 @dataclass
-class Settings(PPOConfig):
-    clip_eps: float = math.inf  # no clip [0, inf]
-    penalty: float = 1.0  # c, the price of a nat of KL per token to the old policy [0, inf]
+class Settings(PolicyGradientConfig):
+    gamma: float = 1.0  # discount per token
+    lam: float = 1.0  # GAE's lambda: 0 trusts the value function, 1 the sampled return
+    whiten: bool = True  # advantages with mean 0 and standard deviation 1
+    value_clip: float = 0.2  # no gain from a value further from its old one; inf: no clip
+    vf_coef: float = 0.1  # weight of the value loss
+    penalty: float = 1.0  # c, the penalty per nat of KL per token to the old policy
+    separate_critic: bool = False  # a value network of its own, started from the reward model
 
 
 def loss(policy, batch, config):
     mask, old_logprobs, old_values = batch["mask"], batch["old_logprobs"], batch["old_values"]
     logprobs, values, _ = evaluate_actions(policy, batch["tokens"], mask, config.temperature)
-    loss, stats = policy_loss(logprobs, old_logprobs, batch["credit"], mask, config.clip_eps)
+    loss, stats = policy_loss(logprobs, old_logprobs, batch["advantages"], mask, math.inf)
     log_ratio = logprobs - old_logprobs
-    kl = masked_mean(log_ratio.exp() - 1 - log_ratio, mask)
+    kl = masked_mean(bounded_exp(log_ratio) - 1 - log_ratio, mask)
     errors, value_stats = value_loss(values, old_values, batch["returns"], mask, config.value_clip)
     loss = loss + config.penalty * kl + config.vf_coef * errors
     return loss, {"loss": loss.item(), **stats, **value_stats}
+
+
+if __name__ == "__main__":
+    train(Settings, compute_advantages, loss, __doc__, out="out/ppo_penalty")

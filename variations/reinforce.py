@@ -13,18 +13,19 @@ are not whitened: the mean of the batch would be one more baseline. After the fi
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from minippo import PPOConfig, gae, kl_adjusted_rewards, ppo_loss
-
-UNREAD = ("gamma", "lam", "clip_eps", "whiten")
+from minippo import PolicyGradientConfig, evaluate_actions, gae, kl_adjusted_rewards, policy_loss
+from minippo import value_loss
+from train_ppo import train
 
 
 @dataclass
-class Settings(PPOConfig):
-    clip_eps: float = math.inf  # no clip [0, inf]
+class Settings(PolicyGradientConfig):
+    vf_coef: float = 0.1  # weight of the value loss, with --baseline
+    separate_critic: bool = False  # a value network of its own, started from the reward model
     total: bool = False  # a token answers for all rewards of the response, not from itself on
     baseline: bool = False  # subtract the value of the state, and train the values
 
@@ -33,11 +34,20 @@ def compute_advantages(batch, config):
     old_logprobs, ref_logprobs, mask = batch["old_logprobs"], batch["ref_logprobs"], batch["mask"]
     rewards = kl_adjusted_rewards(batch["scores"], old_logprobs, ref_logprobs, mask, config.kl_coef)
     values = batch["old_values"] * config.baseline  # (B, T-1)
-    credit, returns = gae(rewards, values, mask, 1.0, 1.0)  # lam = 1: the return less the value
+    advantages, returns = gae(rewards, values, mask, 1.0, 1.0)  # lam = 1: the return less the value
     if config.total:  # the rewards before the token too
-        credit = torch.where(mask, rewards.sum(1, keepdim=True) - values, 0.0)
-    return {"rewards": rewards, "returns": returns, "credit": credit}
+        advantages = torch.where(mask, rewards.sum(1, keepdim=True) - values, 0.0)
+    return {"rewards": rewards, "returns": returns, "advantages": advantages}
 
 
 def loss(policy, batch, config):
-    return ppo_loss(policy, batch, replace(config, vf_coef=config.vf_coef * config.baseline))
+    mask, old_logprobs, old_values = batch["mask"], batch["old_logprobs"], batch["old_values"]
+    logprobs, values, _ = evaluate_actions(policy, batch["tokens"], mask, config.temperature)
+    loss, stats = policy_loss(logprobs, old_logprobs, batch["advantages"], mask, math.inf)
+    errors, value_stats = value_loss(values, old_values, batch["returns"], mask, math.inf)
+    loss = loss + config.baseline * config.vf_coef * errors
+    return loss, {"loss": loss.item(), **stats, **value_stats}
+
+
+if __name__ == "__main__":
+    train(Settings, compute_advantages, loss, __doc__, out="out/reinforce")

@@ -7,24 +7,34 @@ prompt instead, and compares each with the mean of the others:
 
 (Ahmadian et al., arXiv:2402.14740; Kool et al., 2019, "Buy 4 REINFORCE samples, get a baseline for
 free!") The others know nothing of response i, so the expected step is the gradient of J. All tokens
-of a response have the same credit. The paper leaves the clip out, because it hardly acts in its two
+of a response have the same advantage. The paper leaves the clip out, because it hardly acts in its two
 steps per batch. Here it stays, for PPO's four.
 """
 
-from minippo import evaluate_actions, policy_loss
-from variations import NO_CRITIC, GroupConfig, response_rewards
+from dataclasses import dataclass
 
-Settings, UNREAD = GroupConfig, NO_CRITIC
+from minippo import evaluate_actions, policy_loss
+from train_ppo import train
+from variations import GroupConfig, response_rewards
+
+
+@dataclass
+class Settings(GroupConfig):
+    clip_eps: float = 0.2  # no gain from a ratio further from 1 than this; inf: no clip
 
 
 def compute_advantages(batch, config):
     rewards, k = response_rewards(batch, config).view(-1, config.k), config.k  # (B / k, k)
     others = (rewards.sum(1, keepdim=True) - rewards) / (k - 1)
-    return {"credit": (rewards - others).view(-1, 1) * batch["mask"]}  # (B, T-1)
+    return {"advantages": (rewards - others).view(-1, 1) * batch["mask"]}  # (B, T-1)
 
 
 def loss(policy, batch, config):
     mask, old_logprobs = batch["mask"], batch["old_logprobs"]
     logprobs, _, _ = evaluate_actions(policy, batch["tokens"], mask, config.temperature)
-    loss, stats = policy_loss(logprobs, old_logprobs, batch["credit"], mask, config.clip_eps)
+    loss, stats = policy_loss(logprobs, old_logprobs, batch["advantages"], mask, config.clip_eps)
     return loss, {"loss": loss.item(), **stats}
+
+
+if __name__ == "__main__":
+    train(Settings, compute_advantages, loss, __doc__, out="out/rloo")

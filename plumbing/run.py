@@ -1,0 +1,323 @@
+"""A training run: the optimizer, the batches, the steps across interruptions, log and screen, and
+the best weights."""
+
+import hashlib
+import json
+import math
+import signal
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from data.files import UserError, read_log, write_file
+from minippo import row_lengths
+from plumbing.models import load_checkpoint, read_contents, save_checkpoint, sources, write_contents
+from plumbing.page import strict, write_page
+from plumbing.report import watch
+from plumbing.text import spread_over
+
+# Settings that --resume may change: they alter nothing but rounding and random draws.
+FREE_SETTINGS = ("data", "out", "models", "policy", "device", "resume", "overwrite", "tensorboard")
+FREE_SETTINGS += ("no_report", "micro_batch")
+SAVE_SECONDS, SHOW_SECONDS, PAGE_SECONDS = 30, 4, 60  # between two saves, lines, pages
+VALIDATIONS, VALIDATED = 10, 1000  # so often in a run, on so many rows
+
+
+@dataclass
+class FitConfig:
+    """What stages 1 and 2 have in common."""
+
+    steps: int = 1300  # steps at most
+    epochs: int = 12  # passes over the rows at most
+    batch_size: int = 64  # rows per step
+    micro_batch: int = 0  # rows in memory at once in a step; 0: all of them
+    lr: float = 1e-3  # peak learning rate of AdamW; it falls linearly to 0
+    warmup: int = 20  # steps in which the learning rate climbs to its peak
+    max_grad_norm: float = 1.0  # longer gradients are scaled down to this norm
+
+    def limit_steps(self, rows):
+        """Make no more steps than the passes over so many rows take, and a warm-up of at most a
+        tenth of them; say so."""
+        steps = math.ceil(self.epochs * rows / self.batch_size)
+        if steps < self.steps:
+            print(f"{steps:,} steps, not {self.steps:,}: --epochs {self.epochs} of {rows:,} rows")
+            self.steps = steps
+        self.warmup = min(self.warmup, self.steps // 10)
+
+
+def adamw(model, config):
+    """AdamW, and the schedule of its learning rates: a linear climb to their peak in config.warmup
+    steps, then a straight fall to 0 at config.steps. A value head on the policy's trunk, which has
+    far to go, learns HEAD_LR_FACTOR times as fast."""
+    head, rest = [], []
+    for name, parameter in model.named_parameters():
+        own = name.startswith("value_head") and model.critic is None
+        (head if own else rest).append(parameter)
+    groups = [{"params": rest}] + [{"params": head, "lr": 30 * config.lr}] * bool(head)
+    eps = getattr(config, "adam_eps", 1e-8)
+    optimizer = torch.optim.AdamW(
+        groups, config.lr, betas=(0.9, 0.99), eps=eps, weight_decay=0.0, fused=True
+    )
+
+    def share(step):
+        climb = (step + 1) / (config.warmup + 1)
+        return min(climb, (config.steps - step) / max(1, config.steps - config.warmup))
+
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, share)
+
+
+class Run:
+    """The steps of a run, one after the other, also across interruptions.
+
+    kind: "sft", "rm" or "ppo". data: lists in any depth, which must be the same when the run goes
+    on, as the settings must. ref: a reference, if it moves. validate(model, rows, size) -> figures,
+    "val_loss" among them, for some of val_rows, `size` in memory at once: called ten times in a run,
+    and the weights of the lowest loss are kept.
+    """
+
+    def __init__(
+        self,
+        kind,
+        config,
+        model,
+        tokenizer,
+        optimizer,
+        schedule,
+        data,
+        validate=None,
+        val_rows=(),
+        ref=None,
+    ):
+        self.kind, self.config, self.model, self.tokenizer = kind, config, model, tokenizer
+        self.optimizer, self.validate, self.val_rows = optimizer, validate, val_rows
+        self.parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+        if getattr(config, "ref_update_every", 0):
+            self.parts["ref"] = ref
+        contents = repr((data, self.val_rows, tokenizer.tokens)).encode(errors="replace")
+        self.sources = {"data": hashlib.sha256(contents).hexdigest()[:16]} | sources(config)
+        self.settings = {name: x for name, x in vars(config).items() if name not in FREE_SETTINGS}
+        self.settings |= self.sources
+        self.state_path, self.log_path, self.path, self.best_path = (
+            config.out / f"{kind}{end}" for end in ("_state.pt", ".jsonl", ".pt", "_best.pt")
+        )
+        self.step, self.seconds, self.done, self.orders = 0, 0.0, False, {}
+        self.best_loss, self.best_step = math.inf, 0
+        self.log = self.board = None
+        if config.tensorboard:
+            summary_writer()  # if it is missing, say so before anything is overwritten
+        if config.resume and self.state_path.exists():
+            self.load()
+        elif self.state_path.exists() and not config.overwrite:
+            hint = "--resume goes on with it, --overwrite begins again"
+            raise UserError(f"{self.state_path}: a run is there; {hint}")
+        elif self.path.exists() and not config.overwrite:
+            raise UserError(f"{self.path}: a model is there; --overwrite makes it again")
+        elif config.resume:
+            print(f"--resume: {self.state_path} is not there, so this run starts at the beginning")
+        for half_written in config.out.glob(f".{kind}[._]*.tmp"):  # by a run that was killed
+            half_written.unlink()
+
+    # Saving, and going on
+
+    NUMBERS = "settings", "step", "seconds", "done", "best_loss", "best_step"
+
+    def save(self):
+        start = time.perf_counter()
+        contents = {name: part.state_dict() for name, part in self.parts.items()}
+        contents |= {name: getattr(self, name) for name in self.NUMBERS}
+        contents |= {"kind": "state", "kl_coef": getattr(self.config, "kl_coef", None)}
+        contents["random"] = torch.get_rng_state()
+        if torch.cuda.is_available():
+            contents["cuda"] = torch.cuda.get_rng_state()
+        write_contents(self.state_path, contents)
+        self.saved = time.perf_counter()
+        self.saving = self.saved - start
+
+    def load(self):
+        again = "--overwrite begins again"
+        contents = read_contents(self.state_path, ["state"], again, mmap=False)
+        old = contents.get("settings", {})
+        for name in sorted(self.settings.keys() | old.keys()):
+            if old.get(name) != self.settings.get(name):
+                was = f"other {name}" if name in self.sources else f"{name} = {old.get(name)}"
+                raise UserError(f"{self.state_path} was saved with {was}; repeat that, or {again}")
+        try:
+            for name, part in self.parts.items():
+                part.load_state_dict(contents[name])
+            torch.set_rng_state(contents["random"])
+            if torch.cuda.is_available() and "cuda" in contents:
+                torch.cuda.set_rng_state(contents["cuda"])
+            for name in self.NUMBERS:
+                setattr(self, name, contents[name])
+            self.config.kl_coef = contents["kl_coef"]  # it may have been adapted
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise UserError(f"{self.state_path}: damaged ({type(error).__name__}); {again}")
+        if self.done:
+            if not self.path.exists():
+                raise UserError(f"{self.path} is gone; --overwrite makes it again")
+            print(f"{self.path} is finished; --overwrite makes it again")
+            sys.exit()
+
+    def steps(self):
+        """Yield the steps that are still to be made. After Ctrl-C or SIGTERM the loop ends its step,
+        saves and stops."""
+        self.began = time.perf_counter() - self.seconds
+        self.shown, self.saved, self.saving = self.began, -math.inf, 0.0  # the first step is saved
+        self.page_written, self.interrupted, self.warned = time.perf_counter(), False, set()
+        handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            while self.step < self.config.steps:
+                self.lr = self.optimizer.param_groups[0]["lr"]
+                yield self.step
+                if self.interrupted:
+                    self.save()
+                    raise KeyboardInterrupt(
+                        f"stopped; step {self.step} is saved, --resume goes on from there"
+                    )
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+    def interrupt(self, number, frame):
+        self.interrupted = True
+        print("stopping after this step", flush=True)
+
+    def batch(self, rows, size, length=None):
+        """Rows for this step: in each pass every row comes once, in random order, and a batch may go
+        on from one pass into the next. With length(row), rows of similar length share a batch, so
+        that little of it is padding."""
+        places = [divmod(self.step * size + i, len(rows)) for i in range(size)]
+        for epoch in {epoch for epoch, _ in places} - self.orders.keys():
+            self.orders[epoch] = order_of(rows, size, [self.config.seed, epoch], length)
+        return [rows[self.orders[epoch][i]] for epoch, i in places]
+
+    # The end of a step, and of the run
+
+    def end_step(self, stats, batch):
+        """Watch, log and show what has happened, and save the state now and then.
+
+        batch: in PPO a rollout, as it was before the update; else rows of lists of ids.
+        """
+        self.step, show = self.step + 1, ["score", "judge", "kl", "entropy", "eos_rate"]
+        if self.validate:
+            show = ["loss", "accuracy", "val_loss", "val_accuracy"]
+            tokens = sum(len(ids) for row in batch for ids in row)
+            stats = stats | self.validated()
+        else:
+            tokens = int(row_lengths(batch["mask"]).sum())
+            stats = stats | watch(self, stats, batch)
+        now, last = time.perf_counter(), self.step == self.config.steps
+        speed = tokens / (now - self.began - self.seconds)
+        self.seconds = now - self.began
+        line = {"step": self.step, **stats, "lr": self.lr, "tokens_per_second": round(speed)}
+        self.write_log(strict(line | {"seconds": round(self.seconds, 2)}))
+        if last or now - self.saved > max(SAVE_SECONDS, 20 * self.saving):
+            self.save()
+        if last or now - self.shown > SHOW_SECONDS or "val_loss" in stats:
+            self.shown = now
+            numbers = "  ".join(f"{name} {stats[name]:.3g}" for name in show if name in stats)
+            left = clock(self.seconds / self.step * (self.config.steps - self.step))
+            times = f"{speed:,.0f} tokens/s  {clock(self.seconds)}, {left} left"
+            print(f"step {self.step:>4}/{self.config.steps}  {numbers}  {times}", flush=True)
+        if self.kind == "ppo" and now - self.page_written > PAGE_SECONDS:
+            self.page_written = now
+            self.write_page()
+
+    def write_log(self, line):
+        """A line for this step. Lines of steps after the last save go: these are made again."""
+        if self.log is None:  # from here on the files of an earlier run are overwritten
+            lines = [x for x in read_log(self.log_path) if x["step"] < self.step]
+            write_file(self.log_path, "".join(json.dumps(x) + "\n" for x in lines))
+            self.log = open(self.log_path, "a")
+            if self.step == 1:
+                self.state_path.unlink(missing_ok=True)  # it must not be mistaken for this run's
+            if self.config.tensorboard:
+                folder = self.config.out / "tensorboard" / self.kind
+                self.board = summary_writer()(folder, purge_step=0)  # it forgets what was there
+                for x in lines:
+                    self.write_board(x)
+        try:
+            self.log.write(json.dumps(line) + "\n")
+            self.log.flush()
+        except OSError as error:
+            raise UserError(f"{self.log_path}: cannot be written ({error.strerror})")
+        self.write_board(line)
+
+    def write_board(self, line):
+        if self.board:
+            for name, x in line.items():
+                if isinstance(x, int | float):
+                    self.board.add_scalar(name, x, line["step"])
+            self.board.flush()
+
+    def write_page(self, report=None):
+        return write_page(self.config.out, self.config.models, self.settings, report)
+
+    def validated(self):
+        """The figures of a validation, if it is time for one. The best weights so far are kept."""
+        step, count = self.step, self.config.steps
+        if step * VALIDATIONS // count == (step - 1) * VALIDATIONS // count:
+            return {}
+        figures = self.figures(spread_over(self.val_rows, VALIDATED))
+        if not math.isfinite(figures["val_loss"]):
+            raise FloatingPointError(f"step {step}: the validation loss is {figures['val_loss']}")
+        if figures["val_loss"] <= self.best_loss:
+            self.best_loss, self.best_step = figures["val_loss"], step
+            save_checkpoint(self.best_path, self.kind, self.model, self.tokenizer)
+        return figures
+
+    def figures(self, rows):
+        figures = self.validate(self.model.eval(), rows, self.config.micro_batch or 64)
+        self.model.train()
+        return figures
+
+    def load_best(self):
+        """The best weights into the model, which goes into eval mode -> its figures on all
+        validation rows."""
+        print(f"the validation loss was lowest at step {self.best_step:,}: saving that model")
+        self.model.zero_grad()
+        best, _, _ = load_checkpoint(self.best_path, [self.kind])
+        self.model.load_state_dict(best.state_dict())
+        figures = self.figures(self.val_rows)
+        self.model.eval()
+        return figures
+
+    def finish(self, **figures):
+        """Write the model. From now on a new run may begin, and --resume has nothing to train."""
+        if "sft.pt" in self.sources:
+            figures["sft"] = self.sources["sft.pt"]
+        save_checkpoint(self.path, self.kind, self.model, self.tokenizer, **figures)
+        self.done = True
+        self.save()
+        self.best_path.unlink(missing_ok=True)
+        print(f"saved {self.path}")
+
+
+def summary_writer():
+    """The class that writes for TensorBoard, which comes with PyTorch."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        hint = "pip install tensorboard"
+        raise UserError(f"--tensorboard needs a package that is missing ({error}); {hint}")
+    return SummaryWriter
+
+
+def order_of(rows, size, seed, length):
+    """A random order of the rows, as indices. With length(row): of fifty batches at a time the rows
+    are sorted by length and cut into batches, and then all batches are shuffled."""
+    rng = np.random.default_rng(seed)
+    order = rng.permutation(len(rows)).tolist()
+    if not length:
+        return order
+    windows = [order[i : i + 50 * size] for i in range(0, len(rows), 50 * size)]
+    order = [i for window in windows for i in sorted(window, key=lambda i: length(rows[i]))]
+    batches = [order[i : i + size] for i in range(0, len(rows), size)]
+    return [i for j in rng.permutation(len(batches)) for i in batches[j]]
+
+
+def clock(seconds):
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"

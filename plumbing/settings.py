@@ -1,0 +1,146 @@
+"""What a user sets and reads: flags from the command line, and errors in one line."""
+
+import argparse
+import dataclasses
+import difflib
+import functools
+import inspect
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from data.files import UserError, printable
+
+
+@dataclass
+class RunConfig:
+    data: str = "data/zoo"  # folder with the JSON-lines files (data/README.md says which)
+    out: str = "out"  # folder for checkpoints and metrics
+    device: str = "auto"  # auto, cpu or cuda
+    seed: int = 0  # of all that is random; on a CPU, the same seed repeats a run
+    resume: bool = False  # go on where an interrupted run stopped
+    overwrite: bool = False  # begin again, although a run is there, finished or not
+    tensorboard: bool = False  # write the metrics for TensorBoard too, into out/tensorboard
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        for word in re.findall(r"--[\w-]+", message):
+            near = difflib.get_close_matches(word.replace("-", "_"), self.names, 1)
+            if "unrecognized" in message and near:
+                raise UserError(
+                    f"{message}; did you mean --{near[0].lstrip('_')}? (-h explains them)"
+                )
+        raise UserError(f"{message} (-h explains the flags)")
+
+
+def read_flags(doc, *classes, positional="", **defaults):
+    """Dataclasses -> one object with all their fields, and those of RunConfig, as the command line
+    says.
+
+    Each field is a flag, `--name value`, and the comment behind the field is its help text; a bool
+    that is true by default is `--no_name`. No number may be below 0, and none whose default is 1 or
+    more, a whole number, below 1. `defaults` replaces defaults. With `positional`, the name of what
+    stands beside the flags, the command is no run, and a list of these words comes second.
+    """
+    bases = classes if positional else (*classes, RunConfig)
+    settings = dataclasses.make_dataclass("Settings", [], bases=bases)
+    parser = Parser(doc, description=doc, allow_abbrev=False)
+    parser.usage, parser.prog = None, Path(sys.argv[0]).name
+    parser.formatter_class, parser.names = argparse.RawDescriptionHelpFormatter, []
+    fields, texts = dataclasses.fields(settings), explanations(settings)
+    for field in fields:
+        default = defaults.get(field.name, field.default)
+        flag, kind = f"--{field.name}", {"type": field.type, "metavar": field.type.__name__}
+        text = f"{texts[field.name]} ({default})"
+        if field.type is bool:
+            flag = f"--no_{field.name}" if default else flag
+            kind = {"action": "store_false" if default else "store_true", "dest": field.name}
+            text = f"switch off: {texts[field.name]}" if default else texts[field.name]
+        parser.names.append(flag.replace("--", "__"))
+        parser.add_argument(flag, default=default, help=text.replace("%", "%%"), **kind)
+    if positional:
+        parser.add_argument("words", metavar=positional, nargs="+")
+    values = vars(parser.parse_intermixed_args())
+    words = values.pop("words", None)
+    for field in fields:
+        lowest = int(field.type is int and field.default != 0)
+        if field.type in (int, float) and not values[field.name] >= lowest:
+            parser.error(f"--{field.name} {values[field.name]}: should be at least {lowest}")
+    try:
+        config = settings(**values)
+    except ValueError as error:  # what a settings class says of numbers that are nonsense
+        parser.error(f"{error}")
+    if positional:
+        return config, words
+    prepare(config)
+    return config
+
+
+def explanations(settings):
+    """The comments behind the fields of a dataclass and its bases -> {field: text}."""
+    texts = {}
+    for part in reversed(settings.__mro__[1:-1]):
+        texts |= dict(re.findall(r"(?m)^    (\w+): .*?  # (.+)$", inspect.getsource(part)))
+    return texts
+
+
+def prepare(config):
+    """The folders as paths, the device, the seed. UserError where the machine has no such device."""
+    if config.resume and config.overwrite:
+        raise UserError("--resume goes on with a run, --overwrite begins again: give one of them")
+    if not config.out:
+        raise UserError("--out is empty; . means this folder")
+    config.data, config.out = Path(config.data), Path(config.out)
+    config.out.mkdir(parents=True, exist_ok=True)
+    if hasattr(config, "models"):
+        beside = config.out if (config.out / "sft.pt").exists() else config.out.parent
+        config.models = Path(config.models or beside)
+    if config.device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"--device {config.device}: should be auto, cpu or cuda")
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: this PyTorch sees no CUDA GPU; use --device cpu")
+    if config.device == "auto":
+        config.device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(config.seed)
+
+
+def script(main):
+    """main() as a program. What a user can put right ends in one line and status 2, Ctrl-C in one
+    line and status 130; only a mistake of ours shows a traceback."""
+
+    @functools.wraps(main)
+    def program(*args, **more):
+        for stream in (sys.stdin, sys.stdout):  # closed, or a notebook's: these cannot
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="replace")  # what cannot be shown becomes a question mark
+        try:
+            return main(*args, **more)
+        except KeyboardInterrupt as stop:
+            status, message = 130, str(stop) or "stopped; files written before are whole"
+        except Exception as error:
+            status, message = 2, explain(error)
+            if not message:
+                raise
+        message = printable(message, keep="")  # it may quote a file
+        print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+        sys.exit(status)
+
+    return program
+
+
+def explain(error):
+    """One line for the user; nothing for an error that the user cannot put right."""
+    text = (str(error).splitlines() or [""])[0]
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, FloatingPointError):
+        return f"{text}; begin again with --overwrite and a smaller --lr"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'the output'}: {error.strerror}"
+    if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", text):
+        return f"not enough memory ({text[:100]}); --micro_batch 1 needs less, also with --resume"
+    return ""
