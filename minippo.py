@@ -677,11 +677,10 @@ def join(pieces):
 @torch.no_grad()
 def center_values(policy, batch):
     """Before the first update: shift all values, in place, so that their mean is that of the scores
-    in a rollout. From 0 they would have to learn the mean first, at the policy's cost. So a constant
-    that is added to every score changes nothing."""
-    policy.value_head.bias += batch["scores"].mean() - masked_mean(
-        batch["old_values"], batch["mask"]
-    )
+    in a rollout. So a constant that is added to every score changes nothing: else the values would
+    have to learn it first, at the cost of the policy."""
+    mean_value = masked_mean(batch["old_values"], batch["mask"])
+    policy.value_head.bias += batch["scores"].mean() - mean_value
 
 
 def compute_advantages(batch, config):

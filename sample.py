@@ -61,7 +61,9 @@ def print_trace(sampled, policy, ref, score, tokenizer, temperature):
 
 @script
 def main():
-    config, (path, *texts) = read_flags(__doc__, SampleConfig, positional="CHECKPOINT PROMPT")
+    config, (path, *texts) = read_flags(
+        __doc__, SampleConfig, run=False, positional="CHECKPOINT PROMPT"
+    )
     if config.trace:
         folder = Path(path).parent
         beside = folder if (folder / "sft.pt").exists() else folder.parent

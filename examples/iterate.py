@@ -1,10 +1,10 @@
 """Iterated RLHF: a judge labels what PPO writes, the reward model learns from it, PPO runs again.
 
     python train_ppo.py --models out --out out/1             a first round
-    python -m variations.iterate --models out --out out/1    new pairs, into out/1/data
+    python -m examples.iterate --models out --out out/1      new pairs, into out/1/data
     python train_rm.py --data out/1/data --out out/1         from the old pairs and the new
     python train_ppo.py --models out/1 --out out/2           the second round, and so on:
-    python -m variations.iterate --models out/1 --data out/1/data --out out/2
+    python -m examples.iterate --models out/1 --data out/1/data --out out/2
 
 A reward model is right near the text of its pairs, and PPO moves away from that text. So new pairs
 are labelled, an answer of ppo.pt and one of sft.pt (Christiano et al., arXiv:1706.03741, section
@@ -17,59 +17,68 @@ from pathlib import Path
 
 import torch
 
-from data.files import UserError, write_jsonl
-from data.rows import KEYS, load_rows, read_rows
+from data.files import UserError, write_file, write_jsonl
+from data.rows import KEYS, load_rows
 from minippo import generate
-from plumbing.checkpoints import read_contents
-from plumbing.errors import run_script
-from plumbing.flags import RunConfig, read_flags
-from plumbing.models import load_function, load_models
-from plumbing.rows import in_parts
-from plumbing.tokenizer import texts_of
-from variations import copy_files
+from plumbing.models import load_function, load_models, read_contents
+from plumbing.settings import device_of, read_flags, script
+from plumbing.text import in_parts, read_prompts, texts_of
 
 
 @dataclass
 class IterateConfig:
-    data: str = RunConfig.data  # folder of the pairs so far and the prompts
+    data: str = "data/zoo"  # folder of the pairs so far and the prompts
     models: str = "out"  # folder of sft.pt, and of the rm.pt that gave the scores
     out: str = "out/1"  # folder of ppo.pt; gets sft.pt and data/
-    device: str = RunConfig.device  # auto, cpu or cuda
     label: str = "data.zoo:label"  # module:function, (rng, prompt, answer, answer) -> row of a pair
-    pairs: int = 8000  # new pairs, less those of two equal answers [1, inf]
-    seed: int = 0  # of prompts, answers and labels [0, 2147483648]
+    pairs: int = 8000  # new pairs, less those of two equal answers
+    device: str = "auto"  # auto, cpu or cuda
+    seed: int = 0  # of prompts, answers and labels
+    overwrite: bool = False  # replace the pairs that are in --out already
 
 
+@script
 def main():
-    (config,) = read_flags(__doc__, IterateConfig())
-    data, out, device = Path(config.data), Path(config.out), RunConfig(device=config.device).device
-    (label, _), rng, answers = load_function(config.label), random.Random(config.seed), []
-    models = load_models(config.models, device, policy=out / "ppo.pt")
-    settings = read_contents(out / "ppo_state.pt", ["state"])["settings"]
-    encode, context = models.tokenizer.encode, models.ref.config.context
-    prompts = [prompt for (prompt,) in read_rows(data, "prompts", "train")]
-    prompts = [prompt for prompt in prompts if 0 < len(encode(prompt)) < context]
-    asked = rng.choices(prompts, k=config.pairs)
-    torch.manual_seed(config.seed)
-    for model in (models.policy, models.ref):
-        texts = []
-        for part in in_parts(list(map(encode, asked)), 256, "answers"):
-            sampled = generate(model, part, settings["max_new_tokens"], settings["temperature"])
-            texts += texts_of(models.tokenizer, *sampled[:2])[1]
-        answers.append(texts)
+    config = read_flags(__doc__, IterateConfig, run=False)
+    data, out, config.models = Path(config.data), Path(config.out), Path(config.models)
+    if (out / "data/pref_train.jsonl").exists() and not config.overwrite:
+        raise UserError(f"{out}/data/pref_train.jsonl: is there already; --overwrite replaces it")
+    config.device, config.policy, config.reward = device_of(config), out / "ppo.pt", ""
+    policy, ref, _, tokenizer = load_models(config)
     pairs = [dict(zip(KEYS["pref"], row)) for row in load_rows(data / "pref_train.jsonl", "pref")]
-    for prompt, a, b in zip(asked, *answers):
+    rng, label = random.Random(config.seed), load_function(config.label)
+    labelled(label, random.Random(), *pairs[0].values())  # a mistake shows before the sampling
+    prompts = read_prompts(data, "train", tokenizer, policy.config.context)
+    prompts = rng.choices(prompts, k=config.pairs)
+    settings = read_contents(out / "ppo_state.pt", ["state"], "train_ppo.py makes it")["settings"]
+    torch.manual_seed(config.seed)
+    answers = []
+    for model in (policy, ref):
+        texts = []
+        for part in in_parts(prompts, 256, "answers"):
+            sampled = generate(model, part, settings["max_new_tokens"], settings["temperature"])
+            texts += zip(*texts_of(tokenizer, *sampled[:2]))
+        answers.append(texts)
+    for (prompt, a), (_, b) in zip(*answers):
         if a != b:
-            row = label(rng, prompt, a, b)
-            if not isinstance(row, dict) or any(type(row.get(x)) is not str for x in KEYS["pref"]):
-                wanted = f"a dict of texts, {', '.join(KEYS['pref'])}"
-                raise UserError(f"--label: should return {wanted}, not {repr(row)[:80]}")
-            pairs.append(row)
-    copy_files(config.models, "sft.pt", out)  # train_rm.py wants it there
-    copy_files(data, "pr*_*.jsonl", out / "data")
+            pairs.append(labelled(label, rng, prompt, a, b))
+    write_file(
+        out / "sft.pt", (config.models / "sft.pt").read_bytes()
+    )  # train_rm.py wants it there
+    for path in data.glob("pr*_*.jsonl"):
+        write_file(out / "data" / path.name, path.read_bytes())
     write_jsonl(out / "data/pref_train.jsonl", pairs)
     print(f"{out}/data: {len(pairs):,} pairs")
 
 
+def labelled(label, rng, *texts):
+    """What label() makes of a prompt and two answers; UserError if that is no row of a pair."""
+    row = label(rng, *texts)
+    if not isinstance(row, dict) or any(type(row.get(key)) is not str for key in KEYS["pref"]):
+        keys = ", ".join(KEYS["pref"])
+        raise UserError(f"--label: should return a dict of texts, {keys}, not {repr(row)[:80]}")
+    return row
+
+
 if __name__ == "__main__":
-    run_script(main)
+    main()

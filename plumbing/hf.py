@@ -175,7 +175,9 @@ class ExportConfig:
 
 @script
 def main():
-    config, words = read_flags(__doc__, ExportConfig, positional="export CHECKPOINT FOLDER")
+    config, words = read_flags(
+        __doc__, ExportConfig, run=False, positional="export CHECKPOINT FOLDER"
+    )
     if len(words) != 3 or words[0] != "export":
         raise UserError("wanted are three words: export CHECKPOINT FOLDER (-h explains them)")
     export(*words[1:], config.overwrite)

@@ -37,16 +37,16 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (-h explains the flags)")
 
 
-def read_flags(doc, *classes, positional="", **defaults):
-    """Dataclasses -> one object with all their fields, and those of RunConfig, as the command line
-    says.
+def read_flags(doc, *classes, run=True, positional="", **defaults):
+    """Dataclasses -> one object with all their fields, and, for a run, those of RunConfig, as the
+    command line says.
 
     Each field is a flag, `--name value`, and the comment behind the field is its help text; a bool
     that is true by default is `--no_name`. No number may be below 0, and none whose default is 1 or
     more, a whole number, below 1. `defaults` replaces defaults. With `positional`, the name of what
-    stands beside the flags, the command is no run, and a list of these words comes second.
+    stands beside the flags, a list of these words comes second.
     """
-    bases = classes if positional else (*classes, RunConfig)
+    bases = (*classes, RunConfig) if run else classes
     settings = dataclasses.make_dataclass("Settings", [], bases=bases)
     parser = Parser(doc, description=doc, allow_abbrev=False)
     parser.usage, parser.prog = None, Path(sys.argv[0]).name
@@ -74,10 +74,9 @@ def read_flags(doc, *classes, positional="", **defaults):
         config = settings(**values)
     except ValueError as error:  # what a settings class says of numbers that are nonsense
         parser.error(f"{error}")
-    if positional:
-        return config, words
-    prepare(config)
-    return config
+    if run:
+        prepare(config)
+    return (config, words) if positional else config
 
 
 def explanations(settings):
@@ -99,13 +98,18 @@ def prepare(config):
     if hasattr(config, "models"):
         beside = config.out if (config.out / "sft.pt").exists() else config.out.parent
         config.models = Path(config.models or beside)
+    config.device = device_of(config)
+    torch.manual_seed(config.seed)
+
+
+def device_of(config):
     if config.device not in ("auto", "cpu", "cuda"):
         raise UserError(f"--device {config.device}: should be auto, cpu or cuda")
     if config.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: this PyTorch sees no CUDA GPU; use --device cpu")
     if config.device == "auto":
-        config.device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(config.seed)
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return config.device
 
 
 def script(main):
