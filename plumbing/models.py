@@ -200,9 +200,10 @@ def normalise(reward_model, sft, prompts, config):
     """Shift and scale the scores, so that those of the SFT model's own answers, to prompts spread
     over the list, have mean 0 and standard deviation 1; and cap them where one in a hundred of
     these is higher."""
+    print("    2,048 answers of the SFT model, for the scale of the scores", flush=True)
     prompts, scores = spread_over(prompts, 2048), []
     prompts = [prompts[i % len(prompts)] for i in range(2048)]
-    for part in in_parts(prompts, config.micro_batch or 256, "answers of the SFT model"):
+    for part in in_parts(prompts, config.micro_batch or 256):
         tokens, mask, _, _ = generate(sft, part, config.max_new_tokens)
         scores.append(reward_model(tokens, row_lengths(mask)))
     scores = torch.cat(scores)

@@ -29,12 +29,11 @@ COLUMNS = "judge", "score", "kl", "eos_rate", "response_length", "distinct"
 
 @torch.no_grad()
 def check_start(policy, ref, score, prompts, config):
-    """Before the first update: do sampling and scoring agree? And let the values start at the mean
-    score.
+    """Before the first update: do sampling and scoring agree? Do the settings suit the scores? And
+    let the values start at the mean score.
 
-    Nothing has been trained, so pi / old must be 1 at every token, and the KL 0, unless --policy was
-    given. UserError if not (dropout? temperature?). In bfloat16 single tokens are off by its
-    rounding, so there the mean is judged.
+    pi / old must be 1 at every token, and the KL 0, unless --policy was given; else UserError. In
+    bfloat16 single tokens are off by its rounding, so there the mean is judged.
     """
     B, k, minibatches = config.batch_size, config.k, config.minibatches
     if B % k or B < minibatches:
@@ -69,19 +68,15 @@ def check_start(policy, ref, score, prompts, config):
         raise UserError(f"{when} a token is {nats:.4f} nats away from the reference, not 0")
     kl = "" if config.policy else " and the KL to the reference is 0"
     print(f"checked: {when} the ratio is 1{kl}")
-    scores, _ = score_responses(score, tokens, mask, config, policy.config.eos)
+    raw = score(tokens, mask)
+    scores, _ = score_responses(lambda *_: raw, tokens, mask, config, policy.config.eos)
     center_values(policy, {"scores": scores, "old_values": values, "mask": mask})
-    if len(scores) > 1:
-        check_scores(scores)
-
-
-def check_scores(scores):
-    """Learning rates, clips and beta suit scores that differ by about 1."""
-    spread, mean = scores.std().item(), scores.mean().item()
+    spread, mean = raw.std(correction=0).item(), raw.mean().item()
     if spread > 0 and not 0.2 < spread < 5:
-        factor = f"{spread:.1g}"
-        print(f"warning: the first scores have a standard deviation of {spread:.2g}, and the")
-        print(f"    settings suit 1: divide the reward by {float(factor):g}")
+        factor = f"divide the reward by {float(f'{spread:.1g}'):g}"
+        print(
+            f"warning: the first scores have a standard deviation of {spread:.2g}, not 1: {factor}"
+        )
     if abs(mean) > 1e4 * spread > 0:
         print(f"warning: the mean of the first scores is {mean:.3g}: subtract it from the reward")
 
@@ -189,7 +184,8 @@ class Ruler:
     def sample(self, policy, n):
         """n responses to each of the P prompts -> {name: (P, n)}, and their texts in a list."""
         rows, parts, texts = [prompt for prompt in self.prompts for _ in range(n)], [], []
-        for part in in_parts(rows, self.config.micro_batch or 512, "responses for the report"):
+        print(f"    {len(rows):,} responses for the report", flush=True)
+        for part in in_parts(rows, self.config.micro_batch or 512):
             batch = rollout(policy, self.ref, self.score, part, self.config)
             mask = batch["mask"]
             kl, _ = kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], mask)
@@ -311,13 +307,13 @@ def stages_before(ruler):
 
 
 def known_rows(ruler, task, truth):
-    """The validation rows of a task as ids, and what truth(rows) knows of each; None, None unless it
+    """The validation rows of a task as ids, and what truth(rows) says of each; None, None unless it
     knows all, and all fit into the context."""
     path, eos = ruler.config.data / f"{task}_val.jsonl", ruler.tokenizer.eos
-    if path.exists() and (known := truth(rows := load_rows(path, task))):
+    if path.exists() and (numbers := truth(rows := load_rows(path, task))):
         encoded = encode_rows(rows, ruler.tokenizer, ruler.ref.config.context)
         if sum(all(ids[-1] == eos for ids in row[1:]) for row in encoded) == len(rows):
-            return encoded, torch.tensor(known)
+            return encoded, torch.tensor(numbers)
     return None, None
 
 

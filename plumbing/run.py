@@ -39,32 +39,28 @@ class FitConfig:
     max_grad_norm: float = 1.0  # longer gradients are scaled down to this norm
 
     def limit_steps(self, rows):
-        """Make no more steps than the passes over so many rows take, and a warm-up of at most a
-        tenth of them; say so."""
+        """Make no more steps than the passes over so many rows take; say so."""
         steps = math.ceil(self.epochs * rows / self.batch_size)
         if steps < self.steps:
             print(f"{steps:,} steps, not {self.steps:,}: --epochs {self.epochs} of {rows:,} rows")
             self.steps = steps
-        self.warmup = min(self.warmup, self.steps // 10)
 
 
 def adamw(model, config):
     """AdamW, and the schedule of its learning rates: a linear climb to their peak in config.warmup
-    steps, then a straight fall to 0 at config.steps. A value head on the policy's trunk, which has
-    far to go, learns HEAD_LR_FACTOR times as fast."""
+    steps, a tenth of all at most, then a straight fall to 0. A value head on the policy's trunk,
+    which has far to go, learns 30 times as fast as the rest."""
     head, rest = [], []
     for name, parameter in model.named_parameters():
-        own = name.startswith("value_head") and model.critic is None
-        (head if own else rest).append(parameter)
-    groups = [{"params": rest}] + [{"params": head, "lr": 30 * config.lr}] * bool(head)
-    eps = getattr(config, "adam_eps", 1e-8)
-    optimizer = torch.optim.AdamW(
-        groups, config.lr, betas=(0.9, 0.99), eps=eps, weight_decay=0.0, fused=True
-    )
+        on_trunk = name.startswith("value_head") and model.critic is None
+        (head if on_trunk else rest).append(parameter)
+    groups = [{"params": rest}, {"params": head, "lr": 30 * config.lr}]
+    settings = {"betas": (0.9, 0.99), "eps": getattr(config, "adam_eps", 1e-8), "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW(groups, config.lr, fused=True, **settings)
+    warmup = min(config.warmup, config.steps // 10)
 
-    def share(step):
-        climb = (step + 1) / (config.warmup + 1)
-        return min(climb, (config.steps - step) / max(1, config.steps - config.warmup))
+    def share(step):  # of the peak
+        return min((step + 1) / (warmup + 1), (config.steps - step) / (config.steps - warmup))
 
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, share)
 
@@ -105,9 +101,7 @@ class Run:
         )
         self.step, self.seconds, self.done, self.orders = 0, 0.0, False, {}
         self.best_loss, self.best_step = math.inf, 0
-        self.log = self.board = None
-        if config.tensorboard:
-            summary_writer()  # if it is missing, say so before anything is overwritten
+        self.log, self.board = None, tensorboard(config) if config.tensorboard else None
         if config.resume and self.state_path.exists():
             self.load()
         elif self.state_path.exists() and not config.overwrite:
@@ -234,24 +228,14 @@ class Run:
             self.log = open(self.log_path, "a")
             if self.step == 1:
                 self.state_path.unlink(missing_ok=True)  # it must not be mistaken for this run's
-            if self.config.tensorboard:
-                folder = self.config.out / "tensorboard" / self.kind
-                self.board = summary_writer()(folder, purge_step=0)  # it forgets what was there
-                for x in lines:
-                    self.write_board(x)
         try:
             self.log.write(json.dumps(line) + "\n")
             self.log.flush()
         except OSError as error:
             raise UserError(f"{self.log_path}: cannot be written ({error.strerror})")
-        self.write_board(line)
-
-    def write_board(self, line):
-        if self.board:
-            for name, x in line.items():
-                if isinstance(x, int | float):
-                    self.board.add_scalar(name, x, line["step"])
-            self.board.flush()
+        for name, x in line.items() if self.board else ():
+            if isinstance(x, int | float):
+                self.board.add_scalar(f"{self.kind}/{name}", x, line["step"])
 
     def write_page(self, report=None):
         return write_page(self.config.out, self.config.models, self.settings, report)
@@ -296,14 +280,14 @@ class Run:
         print(f"saved {self.path}")
 
 
-def summary_writer():
-    """The class that writes for TensorBoard, which comes with PyTorch."""
+def tensorboard(config):
+    """What writes for TensorBoard, which is a package of its own."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         hint = "pip install tensorboard"
         raise UserError(f"--tensorboard needs a package that is missing ({error}); {hint}")
-    return SummaryWriter
+    return SummaryWriter(config.out / "tensorboard")
 
 
 def order_of(rows, size, seed, length):

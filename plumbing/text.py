@@ -7,7 +7,6 @@ of neighbours one new token.
 
 import math
 import re
-import time
 from collections import Counter, defaultdict
 
 import regex  # comes with tiktoken
@@ -176,14 +175,6 @@ def spread_over(rows, n):
     return rows[:: max(1, math.ceil(len(rows) / n))]
 
 
-def in_parts(rows, size, what=""):
-    """Yield the rows in parts of `size`. Where `what` names them, say every few seconds how many
-    are done, so that nobody waits in silence."""
-    start = shown = time.perf_counter()
-    for i in range(0, len(rows), size):
-        yield rows[i : i + size]
-        now, done = time.perf_counter(), min(i + size, len(rows))
-        if what and now - shown > 4:
-            left = (now - start) / done * (len(rows) - done)
-            print(f"    {done:,} of {len(rows):,} {what}, {left:.0f} s left", flush=True)
-            shown = now
+def in_parts(rows, size):
+    """The rows in parts of `size`."""
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
