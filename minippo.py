@@ -13,7 +13,7 @@ For prompts x, responses y sampled from the policy pi, and their scores, it maxi
 The *policy* pi is the language model, seen as a rule for choosing the next token. The *reference*
 ref is a frozen copy of the policy before PPO: the SFT model. KL(pi || ref), the Kullback-Leibler
 divergence, is the mean of log pi(y | x) - log ref(y | x) over such y: how far the policy has moved,
-in nats (the unit of natural logarithms). Beta is the price of a nat. PPO repeats four phases:
+in nats (the unit of natural logarithms). Beta is the penalty per nat. PPO repeats four phases:
 
     prompts --> 1. policy --> responses, log pi, values -----------------+
                      ^            |                                      |
@@ -203,10 +203,9 @@ class GPT(nn.Module):
 class RewardModel(nn.Module):
     """Scores a row, prompt and response, with one number: how much would people like it?
 
-    Made from a GPT, it starts with a copy of that trunk. After its training train_rm.py sets `mean`
-    and `std`, so that the SFT model's own answers have mean 0 and standard deviation 1, and beta
-    means the same for any reward model. And it sets `cap`, the highest score that is given: above
-    it the model is often wrong, so a policy should gain nothing there (arXiv:2502.18770).
+    Made from a GPT, it starts with a copy of that trunk. After training, train_rm.py sets `mean`
+    and `std`, so that the SFT model's own answers have mean 0 and standard deviation 1, and `cap`,
+    the highest score that is given: above it the model is often wrong (arXiv:2502.18770).
     """
 
     def __init__(self, config_or_gpt):
@@ -246,14 +245,14 @@ def check_mask(mask, *tensors):
 
 def response_mask(prompt_lengths, lengths, columns):
     """(B,), (B,), T -> (B, T-1): true at t where token t + 1 is part of the response. lengths: of
-    prompt and response together, the end token included."""
+    prompt and response together."""
     action = torch.arange(1, columns, device=lengths.device)
     return (action >= prompt_lengths[:, None]) & (action < lengths[:, None])
 
 
 def row_lengths(mask):
     """mask (B, T-1) -> (B,): tokens of prompt and response. The last action is at length - 2.
-    ValueError if a response is empty: it has no action, so its score could be paid nowhere."""
+    ValueError if a response is empty: its score could be paid nowhere."""
     if not mask.any(1).all():
         raise ValueError("a response is empty: it needs a token, at least the end token")
     return (mask * torch.arange(mask.shape[1], device=mask.device)).amax(1) + 2
@@ -282,8 +281,7 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0, with_entropy=False):
 
     Each action follows the tokens of the row, whatever the policy would have said (*teacher
     forcing*). Log-probabilities and entropy, in nats, are those of softmax(logits / temperature).
-    The mean of -logprobs over the mask is the loss of SFT. The policy must have lm_head,
-    value_head, and hidden(tokens, read), which returns what each of the two reads.
+    The mean of -logprobs over the mask is the loss of SFT.
     """
     check_mask(mask, tokens[:, 1:])
     states, actions = tokens[:, :-1], tokens[:, 1:]
@@ -391,8 +389,8 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #                   = E[ grad log p(y) score(y) ]               (the log-derivative trick)
 #
 # This is the *policy gradient*, a mean over samples again. So sample responses, and make each one
-# more probable, or less, in proportion to its score. What is never tried is never learned: trying
-# is called *exploration*.
+# more probable, or less, in proportion to its score. What is never sampled gets no gradient:
+# sampling is how the policy *explores*.
 #
 # The KL is more reward. J has score - beta * (log p - log ref) in place of the score. This contains
 # log p, which has a gradient too, so the product rule gives one more term:
@@ -402,35 +400,34 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # The last term is 0: E[grad log p] = sum_y p grad log p = sum_y grad p = grad 1 = 0.
 #
 # log p(y) is the sum of log pi over the *trajectory* or *episode*, the states and actions of y. (In
-# a game, p(y) has factors for what the *environment* does. Here it only appends the token.) So the
-# KL splits into a reward for each token, -beta * (log pi - log ref), and the score is one more
-# reward, with the last token. The sum of all these multiplies each grad log pi. But which token
-# deserves how much? That is *credit assignment*. Three changes lead from here to PPO:
+# a game, the *environment* chooses the next state. Here it only appends the token.) So the KL
+# splits into a reward for each token, -beta * (log pi - log ref), and the score is one more reward,
+# with the last token. The sum of all these multiplies each grad log pi. But which token deserves
+# how much? That is *credit assignment*. Three changes lead from here to PPO:
 #
-# 1. Only what comes after. A token cannot change the rewards before it: on average these add 0 (see
-#    2). So its grad log pi is multiplied by the sum of the rewards from it on, the *return*.
-# 2. A baseline. Something that does not depend on the action may be subtracted from the return. On
-#    average it changes nothing, because E[grad log pi] = 0. But the gradient is less noisy if it is
-#    the *value* V, the return to be expected in this state. What is left is the *advantage* A: how
-#    much better than expected did this action turn out? (It estimates Q - V, where Q is the return
-#    to be expected after the action.) What predicts values is called the *critic*, and the policy
-#    the *actor* or *agent*.
-# 3. Several gradient steps on one batch, or on its parts, because for large models sampling is
-#    slow. The first step is *on-policy*: the policy that is trained has sampled the batch. After
-#    it, the sampler is called the *old* policy, and the next steps are *off-policy*. The *ratio*
-#    pi / old corrects for that, choice by choice (*importance sampling*): E_old[ratio * A] =
-#    sum_a old(a) (pi(a) / old(a)) A(a) = E_pi[A]. (The states are still those that old reached.)
-#    The gradient of ratio * A is ratio * A * grad log pi, because grad pi = pi grad log pi. An
-#    update begins at ratio 1, and there this is the policy gradient. Far from 1, a few large ratios
-#    dominate. So PPO clips the ratio.
+# 1. Only what comes after. A token cannot change the rewards before it: on average these add 0 (for
+#    the reason in 2). So its grad log pi is multiplied by the sum of the rewards from it on, the
+#    *return*.
+# 2. A baseline. What does not depend on the action may be subtracted from the return: on average it
+#    changes nothing, because E[grad log pi] = 0. But the gradient is less noisy if it is the
+#    *value* V, the return to be expected in this state. What is left is the *advantage* A: how much
+#    better than expected did this action turn out? (It estimates Q - V, where Q is the return to be
+#    expected after the action.) What predicts values is the *critic*, the policy the *actor*.
+# 3. Several gradient steps on one batch, because for large models sampling is slow. The first step
+#    is *on-policy*: the policy that is trained has sampled the batch. After it, the sampler is the
+#    *old* policy, and the next steps are *off-policy*. The *ratio* pi / old corrects for that,
+#    choice by choice (*importance sampling*): E_old[ratio * A] = sum_a old(a) (pi(a) / old(a)) A(a)
+#    = E_pi[A]. (The states are still those that old reached.) The gradient of ratio * A is ratio *
+#    A * grad log pi, because grad pi = pi grad log pi. At ratio 1, where an update begins, this is
+#    the policy gradient. Far from 1, a few large ratios dominate. So PPO clips the ratio.
 #
 # Do not confuse two policies: the old one sampled this batch, a few gradient steps ago. The
-# reference is the SFT model, frozen. The ratio compares pi with old; the KL, pi with ref. The clip
-# does not replace the KL: it holds each update near the one before, but small steps add up.
+# reference is the SFT model, frozen. The ratio compares pi with old, the KL compares pi with ref.
+# The clip does not replace the KL: it keeps each update small, but small steps add up.
 #
-# The KL has a direction. KL(pi || ref) is a mean over what pi says. So saying what ref hardly ever
-# says is expensive; giving up answers is cheap (*mode collapse*). KL(ref || pi), a mean over what
-# ref says, would keep all of its answers alive, mistakes too.
+# The KL has a direction. KL(pi || ref) is a mean over what pi says. So to say what ref hardly ever
+# says costs much, to give up answers costs little (*mode collapse*). KL(ref || pi), a mean over
+# what ref says, would keep all of its answers, mistakes too.
 #
 # Three estimates of the KL, where d is log pi - log ref of a sampled token (Schulman,
 # "Approximating KL divergence"):
@@ -486,14 +483,13 @@ def gae(rewards, values, mask, gamma, lam):
 
     lam = 1, the default, gives the sampled return less the value (*Monte Carlo*): right on average,
     but noisy. lam = 0 gives delta alone, which trusts the next value (*bootstrap*): less noisy, but
-    wrong where the values are wrong. Between them, A is a weighted mean of advantages that sample
+    wrong where the values are wrong. In between, A is a weighted mean of advantages that sample
     n = 1, 2, 3, ... rewards before they trust a value, with weights (1 - lam) lam^(n - 1); the
-    longest one gets the remaining weight. lam = 1 suits short responses: there is little noise, and
-    the values are still being learned.
+    longest one gets the remaining weight. Begin with .95 for responses of hundreds of tokens.
 
-    gamma below 1 makes a reward count less for each token that it lies ahead. That is for tasks
-    without an end; for text 1 is usual. No reward follows the last action, so the value after it
-    counts as 0, even if the length limit cut the response off.
+    gamma below 1 makes a reward count less for each token that it lies ahead; for text 1 is usual.
+    No reward follows the last action, so the value after it counts as 0, even if the length limit
+    cut the response off.
     """
     check_mask(mask, rewards, values)
     rewards, values = torch.where(mask, rewards, 0.0), torch.where(mask, values, 0.0)
@@ -546,9 +542,7 @@ def whiten(x, mask):
 #     A < 0       0                          ratio * A * grad log pi    ratio * A * grad log pi
 #
 # So nothing is gained by leaving the range on the side that A asks for, but one step can jump over
-# its edge. The derivation sums over the tokens of a response; the loss divides by the number of
-# tokens in the step. With many responses this number hardly changes. With few, a long response
-# raises it, so each token counts less.
+# its edge. The loss divides by the number of tokens in the step, where the derivation sums.
 
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
@@ -574,8 +568,8 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
 def value_loss(values, old_values, returns, mask, clip):
     """Half the mean squared error of the values: (B, T-1) each -> scalar, stats.
 
-    Published code clips the values too, so that they do not follow one noisy batch too far. The
-    larger of the two errors counts; where that is the clipped one, there is no gradient.
+    Published code clips the values too, a convention: they should not follow one noisy batch too
+    far. The larger of the two errors counts; where that is the clipped one, there is no gradient.
     """
     check_mask(mask, values, old_values, returns)
     values, old_values, returns = values[mask], old_values.detach()[mask], returns.detach()[mask]
@@ -651,8 +645,8 @@ def score_responses(score, tokens, mask, config, eos):
 
 @torch.no_grad()
 def rollout(policy, ref, score, prompts, config, generate=generate):
-    """Phases 1 and 2: responses to the prompts (lists of ids), and what is recorded of them; at most
-    config.micro_batch (0: all) in memory at once."""
+    """Phases 1 and 2: responses to the prompts (lists of ids), and what is recorded of them; at
+    most config.micro_batch (0: all) in memory at once."""
     size = config.micro_batch
     if 0 < size < len(prompts):
         pieces = [prompts[i : i + size] for i in range(0, len(prompts), size)]
@@ -737,8 +731,8 @@ def backward(loss_function, rows, micro_batch, terms):
     """The gradient of the loss of some rows, at most micro_batch of them (0: all) in memory at once
     -> stats.
 
-    loss_function(rows) -> loss, stats: means over terms(rows) terms. So a piece counts by its share
-    of the terms: means of means would give a token in a small piece more weight.
+    loss_function(rows) -> loss, stats: means over terms(rows) terms. So each piece counts by its
+    share of the terms.
     """
     parts, size = [], micro_batch or len(rows)
     for i in range(0, len(rows), size):
@@ -752,8 +746,7 @@ def backward(loss_function, rows, micro_batch, terms):
 
 def ppo_update(policy, optimizer, batch, config, loss=ppo_loss):
     """Phase 4: make more probable what turned out better than expected, and correct the
-    expectations, in epochs x minibatches gradient steps -> means of their stats. ValueError if there
-    are more minibatches than responses."""
+    expectations, in epochs x minibatches gradient steps -> means of their stats."""
     mask, steps = batch["mask"], []
     if config.minibatches > len(mask):
         raise ValueError(f"{config.minibatches} minibatches of only {len(mask)} responses")
