@@ -71,6 +71,7 @@ def check_start(policy, ref, score, prompts, config):
     raw = score(tokens, mask)
     scores, _ = score_responses(lambda *_: raw, tokens, mask, config, policy.config.eos)
     center_values(policy, {"scores": scores, "old_values": values, "mask": mask})
+    raw = raw.double()
     spread, mean = raw.std(correction=0).item(), raw.mean().item()
     if spread > 0 and not 0.2 < spread < 5:
         factor = f"divide the reward by {float(f'{spread:.1g}'):g}"

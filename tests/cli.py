@@ -22,8 +22,8 @@ from data import zoo
 from data.files import write_jsonl
 from data.rows import KEYS, load_rows
 from minippo import GPT, GPTConfig, RewardModel
-from plumbing.checkpoints import fingerprint, save_checkpoint
-from plumbing.tokenizer import Tokenizer
+from plumbing.models import fingerprint, save_checkpoint
+from plumbing.text import Tokenizer
 from tiny import stir
 
 ROOT = Path(__file__).parents[1]
@@ -109,7 +109,7 @@ def same_weights(a, b):
 CPU = ["--device", "cpu"]
 FIT = "--device cpu --epochs 1 --batch_size 16 --warmup 1".split()
 SMALL = "--layers 1 --heads 2 --channels 16 --context 48 --vocab_size 300 --dropout 0.1".split()
-SFT, RM = [*FIT, *SMALL], [*FIT, *"--answers 64 --max_new_tokens 8".split()]
+SFT, RM = [*FIT, *SMALL], [*FIT, "--max_new_tokens", "8"]
 PPO = "--device cpu --steps 3 --batch_size 8 --minibatches 2 --max_new_tokens 8 --warmup 1".split()
 FLAGS = {"sft": SFT, "rm": RM, "ppo": [*PPO, "--no_report"]}
 
@@ -125,17 +125,17 @@ def write_data(folder):
     """Questions that the judge of the default data knows, with answers of its crowd."""
     rng = random.Random(0)
     prompts = rng.sample(sorted(x for x in zoo.PROMPTS if len(x) < 30), 24)
-    for split, some in (("train", prompts[:20]), ("val", prompts[14:])):
-        rows = [(x, *rng.sample(sorted(zoo.crowd(x), key=len)[:30], 2)) for x in some]
+    for split, part in (("train", prompts[:20]), ("val", prompts[14:])):
+        rows = [(x, *rng.sample(sorted(zoo.crowd(x), key=len)[:30], 2)) for x in part]
         for columns, task in ((2, "sft"), (3, "pref"), (1, "prompts")):
             write_rows(folder, **{f"{task}_{split}": [row[:columns] for row in rows]})
     return folder
 
 
 def stage(kind, data, out, *flags, **more):
-    """run() for a stage on some data."""
-    given = "--data", data, "--out", out, *FLAGS[kind], *flags
-    return run(f"train_{kind}.py", *given, **more)
+    """run() for a stage on these data."""
+    words = "--data", data, "--out", out, *FLAGS[kind], *flags
+    return run(f"train_{kind}.py", *words, **more)
 
 
 def write_models(folder):
@@ -149,6 +149,6 @@ def write_models(folder):
     model = stir(RewardModel(sft), 0.1)
     model.mean.fill_(0.3), model.std.fill_(0.4)
     save_checkpoint(folder / "sft.pt", "sft", sft, tokenizer, val_loss=5.0)
-    facts = {"val_loss": 0.6, "val_accuracy": 0.7, "max_new_tokens": 8, "sft": fingerprint(sft)}
-    save_checkpoint(folder / "rm.pt", "rm", model, tokenizer, **facts)
+    figures = {"val_loss": 0.6, "val_accuracy": 0.7, "sft": fingerprint(folder / "sft.pt")}
+    save_checkpoint(folder / "rm.pt", "rm", model, tokenizer, **figures)
     return folder

@@ -1,26 +1,29 @@
-"""The ruler and the report (plumbing/report.py). Run: python -m pytest tests/test_report.py"""
+"""What watches PPO and the report at its end (plumbing/report.py).
+
+Run: python -m pytest tests/test_report.py
+"""
 
 import itertools
 import json
 import math
-import statistics
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import minippo
 from cli import write_data, write_models
+from data.files import UserError
 from data.rows import load_rows
 from data.truth import entropies, margins
-from minippo import PPOConfig
+from minippo import GPTConfig, PPOConfig, frozen_copy
 from plumbing import report
-from plumbing.flags import RunConfig
-from plumbing.models import Models, load_models
+from plumbing.models import load_checkpoint, load_models, nats_of
 from plumbing.report import Ruler, best_of_n, distinct, estimate, optimal_objective, optimality
-from plumbing.rows import encode_rows, read_prompts
-from plumbing.tokenizer import Tokenizer
-from plumbing.training import nats_of
-from tiny import EOS, assert_equal, f64, noise, stir, tiny_gpt
+from plumbing.text import Tokenizer, encode_rows, read_prompts
+from tiny import EOS, assert_equal, f64, nan, noise, stir, tiny_gpt
+from train_ppo import Settings, TrainConfig
 from train_rm import pair_scores
 
 SEEDS = pytest.mark.parametrize("seed", range(4))
@@ -60,10 +63,10 @@ def test_an_estimate_is_a_mean_over_prompts_with_its_error():
 
 def test_optimality_is_a_ratio_of_means_with_the_error_of_a_ratio():
     J_sft, J_best = f64([[1, 1], [1, 3], [4, 2]]), f64([[3], [6], [9]])
-    found = optimality(f64([2, 4, 9]), J_sft, J_best)  # gained 1, 2, 6 of 2, 4, 6
+    ratio = optimality(f64([2, 4, 9]), J_sft, J_best)  # gained 1, 2, 6 of 2, 4, 6
     rest = f64([1, 2, 6]) - 0.75 * f64([2, 4, 6])
     error = pytest.approx(rest.std().item() / 3**0.5 / 4)
-    assert found == {"optimality": 0.75, "optimality_se": error}
+    assert ratio == {"optimality": 0.75, "optimality_se": error}
     small = [x / 1e4 for x in (f64([2, 4, 9]), J_sft, J_best)]
     assert optimality(*small)["optimality"] == pytest.approx(0.75)
     assert optimality(J_best, J_sft, J_sft) == {}  # the scores do not differ
@@ -81,9 +84,9 @@ def grade(prompt, response):
 def ruler_of(monkeypatch, folder="zoo", beta=0.5):
     monkeypatch.setattr(report, "judge_of", {"zoo": grade}.get)
     ref, tokenizer = tiny_gpt(), Tokenizer([bytes([65 + i]) for i in range(EOS)])
-    policy, score = stir(tiny_gpt(), 0.1), lambda tokens, mask: tokens.sum(1) + mask.sum(1)
     config = PPOConfig(5, length_penalty=0.25, missing_eos_penalty=0.5, kl_coef=beta)
-    return Ruler(Models(policy, ref, None, score, tokenizer, {}, {}), PROMPTS, folder, config)
+    config.data = folder
+    return Ruler(ref, lambda x, mask: x.sum(1) + mask.sum(1), tokenizer, PROMPTS, config)
 
 
 def test_every_response_is_measured_by_its_definition_in_pieces_too(monkeypatch):
@@ -91,8 +94,8 @@ def test_every_response_is_measured_by_its_definition_in_pieces_too(monkeypatch)
     monkeypatch.setattr(report, "rollout", lambda *x: sizes.append(len(x[3])) or rollout(*x))
     ruler = ruler_of(monkeypatch)
     ruler.config.micro_batch = 5
-    policy, ref = ruler.models.policy, ruler.models.ref
-    measured, texts = ruler.ask(policy, 4)
+    policy, ref = stir(tiny_gpt(), 0.1), ruler.ref
+    measured, texts = ruler.sample(policy, 4)
     assert sizes == [512, 64, 5, 5, 2] and ruler.reference["score"].shape == (3, 192)
     for i, text in enumerate(texts):
         row, prompt = {name: x.flatten()[i].item() for name, x in measured.items()}, PROMPTS[i // 4]
@@ -111,24 +114,21 @@ def test_figures_are_means_over_prompts_and_the_reference_has_optimality_0(monke
     ruler = ruler_of(monkeypatch)
     same = ruler.figures(ruler.reference, ruler.reference_texts)
     assert same["kl"] == same["kl_se"] == same["optimality"] == same["optimality_se"] == 0
-    (measured, texts), some = ruler.ask(ruler.models.policy, 4), torch.tensor([True, False, True])
+    measured, texts = ruler.sample(stir(tiny_gpt(), 0.1), 4)
+    rows = torch.tensor([True, False, True])
     sft, expected = ruler.reference["score"], {}
     for name, x in (measured | {"distinct": distinct(texts, 4)}).items():
-        expected |= estimate(name, x[some])
-    pair = [measured[x][some].flatten().tolist() for x in ("score", "response_length")]
-    expected["length_correlation"] = statistics.correlation(*pair)
+        expected |= estimate(name, x[rows])
     J, best = measured["score"] - 0.5 * measured["kl"], optimal_objective(sft, 0.5)
-    expected |= optimality(J[some], sft[some], best[some])
-    assert ruler.figures(measured, texts, some) == pytest.approx(expected, abs=1e-5)
+    expected |= optimality(J[rows], sft[rows], best[rows])
+    assert ruler.figures(measured, texts, rows) == pytest.approx(expected, abs=1e-5)
     expected = {"kl": math.log(16) - 15 / 16}
     for name in ruler.reference.keys() - {"kl"}:
         expected |= estimate(name, best_of_n(sft, ruler.reference[name], 16))
     assert ruler.best_of(16) == expected
     ruler = ruler_of(monkeypatch, "other", beta=0.0)
-    measured, texts = ruler.ask(ruler.models.ref, 2)
+    measured, texts = ruler.sample(ruler.ref, 2)
     assert not {"optimality", "judge"} & ruler.figures(measured, texts).keys()
-    measured["score"] = torch.zeros(3, 2)
-    assert ruler.figures(measured, texts)["length_correlation"] == 0
 
 
 def test_an_answer_is_suspect_with_a_score_above_the_reference_and_a_kl_far_from_it(monkeypatch):
@@ -141,8 +141,20 @@ def test_an_answer_is_suspect_with_a_score_above_the_reference_and_a_kl_far_from
     for m, count, best in ((1.0, 5, [a, d, b]), (1.5, 3, [a, b, c])):  # m: the median
         kl = f64([[2.2, m, 2.05], [9, 9, m], [9, m, m], [m, 2.2, m], [9, m, m]])
         rows = [{"prompt": q, "text": x, "score": s, "kl": k} for s, k, q, x in best]
-        found = ruler.suspects({"score": score, "kl": kl}, [str(i) for i in range(15)])
-        assert found == {"count": count, "examples": rows}
+        suspects = ruler.suspects({"score": score, "kl": kl}, [str(i) for i in range(15)])
+        assert suspects == {"count": count, "examples": rows}
+
+
+def finished(folder, **more):
+    """A run of PPO as the report sees it: model, settings, the page."""
+    config = SimpleNamespace(**vars(Settings(max_new_tokens=8)) | vars(TrainConfig()) | more)
+    config.data, config.models, config.out, config.device = folder / "data", folder, folder, "cpu"
+    config.seed = 3
+    policy, _, score, tokenizer = load_models(config)
+    page = []
+    run = SimpleNamespace(config=config, model=stir(policy, 0.02), tokenizer=tokenizer, page=page)
+    run.write_page = lambda figures: page.append(figures) or "page"
+    return run, score
 
 
 def test_the_report_holds_what_ruler_and_truth_say_and_goes_with_its_policy(
@@ -151,92 +163,192 @@ def test_the_report_holds_what_ruler_and_truth_say_and_goes_with_its_policy(
     assert (report.PROMPTS, report.REFERENCE, report.SAMPLES) == (128, 192, 16)
     for name, n in (("PROMPTS", 7), ("REFERENCE", 64), ("SAMPLES", 2)):
         monkeypatch.setattr(report, name, n)
-    data, out = write_data(tmp_path / "data"), tmp_path / "out"
-    models, config = load_models(write_models(tmp_path), "cpu"), PPOConfig(max_new_tokens=8)
-    models.policy = stir(load_models(tmp_path, "cpu").policy, 0.02)
-    train, val = (read_prompts(data, x, models.tokenizer, 48) for x in ("train", "val"))
-    (tmp_path / "sft.jsonl").write_text('{"step": 1, "loss": 7.25}\n')
-    run = RunConfig(data=data, out=out, seed=3, device="cpu")
-    stage = SimpleNamespace(algorithm="ipo", no_report=False, models=tmp_path)
-    report.finish_run(models, train, val, run, config, stage)
-    page, path, about = out / "report.html", out / "report.json", "loss 5.0000"
-    found = json.loads(path.read_text(), parse_constant=pytest.fail)
-    assert about in capsys.readouterr().out and about in page.read_text()
+    data = write_data(tmp_path / "data")
+    run, score = finished(write_models(tmp_path))
+    train, val = (read_prompts(data, x, run.tokenizer, 48) for x in ("train", "val"))
+    report.report(run, score, train)
+    printed, path = capsys.readouterr().out, tmp_path / "report.json"
+    written = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert "open page in a browser" in printed and run.page[0].keys() == written.keys()
+    for line in written["notes"]:
+        assert line in printed
+    for part, name in (("sft", "val_loss"), ("sft", "above_entropy"), ("rm", "val_accuracy")):
+        assert report.number(written[part], name, 4) in printed
+    for part, name in (("rm", "below_ceiling"), ("policy", "optimality"), ("unseen", "optimality")):
+        assert report.number(written[part], name, 4) in printed
+    cells = [report.number(written["policy"], name) for name in report.COLUMNS]
+    assert written["table"]["policy"] == cells and all(cell in printed for cell in cells)
 
-    for line in ("sft val_loss", "sft above_entropy", "rm val_accuracy", "rm below_ceiling"):
-        part, name = line.split()
-        assert report.number(found[part], name, 4) in " ".join(found["notes"])
-    assert report.number(found["ppo"], "optimality", 4) in " ".join(found["notes"])
-    assert found["table"][""] == "judge score kl eos_rate response_length distinct".split()
     torch.manual_seed(3)
     prompts = [val[i] for i in torch.randperm(10)[:7]]
-    ruler = Ruler(models, prompts, data, config)
-    before, after = (ruler.reference, ruler.reference_texts), ruler.ask(models.policy, 2)
-    expected = {"algorithm": "ipo", "beta": 0.1, "ppo": ruler.figures(*after)}
-    expected |= {"sft": models.facts["sft"] | ruler.figures(*before), "rm": models.facts["rm"]}
+    ref = load_checkpoint(tmp_path / "sft.pt", ["sft"])[0]
+    ruler = Ruler(ref, score, run.tokenizer, prompts, run.config)
+    before, after = (ruler.reference, ruler.reference_texts), ruler.sample(run.model, 2)
+    figures = [load_checkpoint(tmp_path / f"{kind}.pt", [kind])[2] for kind in ("sft", "rm")]
+    expected = {"beta": 0.1, "policy": ruler.figures(*after), "rm": figures[1]}
+    expected |= {"sft": figures[0] | ruler.figures(*before)}
     expected["best_of_n"] = {n: ruler.best_of(int(n)) for n in ("4", "16", "64")}
     expected |= {"suspects": ruler.suspects(*after), "samples": []}
     for i, prompt in enumerate(ruler.questions[:6]):
-        answers = {"sft": ruler.answer(*before, 64 * i), "ppo": ruler.answer(*after, 2 * i)}
+        answers = {"sft": ruler.answer(*before, 64 * i), "policy": ruler.answer(*after, 2 * i)}
         expected["samples"].append({"prompt": prompt} | answers)
     new = torch.tensor([x not in train for x in prompts])
-    for kind, rows in (("ppo_unseen", new), ("ppo_seen", ~new)):
+    for kind, rows in (("unseen", new), ("seen", ~new)):
         expected[kind] = ruler.figures(*after, rows) | {"prompts": int(rows.sum())}
 
     rows = {x: load_rows(data / f"{x}_val.jsonl", x) for x in ("sft", "pref")}
-    ids = {x: encode_rows(rows[x], models.tokenizer, 48) for x in rows}
-    excess = nats_of(models.ref, ids["sft"], 64) - f64(entropies(rows["sft"]))
+    ids = {x: encode_rows(rows[x], run.tokenizer, 48) for x in rows}
+    excess = nats_of(ref, ids["sft"], 64) - f64(entropies(rows["sft"]))
     excess *= 10 / sum(len(x) for _, x in ids["sft"])  # in nats per token
-    a, b = pair_scores(models.reward_model, ids["pref"])
+    a, b = pair_scores(load_checkpoint(tmp_path / "rm.pt", ["rm"])[0], ids["pref"])
     more = (f64(margins(rows["pref"])).sign() - (a - b).sign()) / 2
-    wanted = estimate("above_entropy", excess), estimate("below_ceiling", more)
-    for part, figures in zip(("sft", "rm"), wanted):
-        assert {x: found[part].pop(x) for x in figures} == pytest.approx(figures, rel=1e-4)
-    assert found == expected | {x: found[x] for x in ("table", "notes")}
+    limits = estimate("above_entropy", excess), estimate("below_ceiling", more)
+    for part, figures in zip(("sft", "rm"), limits):
+        assert {x: written[part].pop(x) for x in figures} == pytest.approx(figures, rel=1e-4)
+    assert written == expected | {x: written[x] for x in ("table", "notes")}
 
-    stage.no_report, models.reward_model = True, None
-    report.finish_run(models, train, val, run, config, stage)
-    assert not path.exists() and "7.25" in page.read_text() and about not in page.read_text()
-    found = report.make_report(models, val, val, run, config, stage)  # all prompts are seen
-    assert "ppo_unseen" not in found and found["ppo_seen"]["prompts"] == 7
-    report.add_truth(found := {"sft": {}, "rm": {}}, models, run, 3)
-    assert found["sft"] and not found["rm"]
-    models.ref.config.context = 30  # a row does not fit whole
-    report.add_truth(found := {"sft": {}, "rm": {}}, models, run, 3)
-    assert found == {"sft": {}, "rm": {}}
-    models.ref.config.context = 48
-    for name in ("sft", "pref"):
-        (data / f"{name}_val.jsonl").unlink()
-    report.add_truth(found, load_models(tmp_path, "cpu"), run, 3)
-    assert found == {"sft": {}, "rm": {}}
+    run.config.no_report = True
+    report.report(run, score, train)
+    assert not path.exists() and run.page[1] is None
+    everything = report.make_report(run, score, val, val)  # all prompts were trained on
+    assert not {"seen", "unseen"} & everything.keys()
+    run.config.reward = "other:score"
+    ruler.config = run.config
+    sft, rm = report.stages_before(ruler)
+    assert "above_entropy" in sft and rm == {}
+    ruler.ref.config.context = 30  # a row does not fit whole
+    assert "above_entropy" not in report.stages_before(ruler)[0]
+    (data / "sft_val.jsonl").unlink()
+    assert "above_entropy" not in report.stages_before(ruler)[0]
 
 
-PRINTED = """
-                           score               kl
-SFT                  0.00 ± 0.02             0.00
-best of 4                   0.93                -
-GRPO                        1.47      2.73 ± 0.02
-GRPO, unseen                1.41                -
+def test_no_text_steers_the_terminal_or_fills_it(capsys):
+    bad = {"prompt": "Why\x1b?", "text": " So\x1b." + 9999 * "x", "score": 3.456, "kl": 13.2}
+    parts = {"sft": {"score": -0.001}, "rm": {}, "best_of_n": {}, "policy": {"score": 1.47}}
+    parts |= {"suspects": {"count": 1234, "examples": [bad]}}
+    parts["samples"] = [bad | {"sft": bad, "policy": bad}]
+    report.print_report(parts | {"table": report.table(parts), "notes": [*report.notes(parts)]})
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed and "Why\\x1b? -> So\\x1b.x" in printed and len(printed) < 3000
+    assert " 0.00" in printed and "-0.00" not in printed
 
-SFT validation loss 0.5000 ± 0.2000 nats/token
-    0.8340 on 50 prompts that it was not trained on
-reward hacking? 1,234 responses score higher than all 192 of the SFT model, far from it:
-    Why\\x1b? -> So\\x1b.   (score 3.46, KL 13.20)
 
-Samples, before and after:
-  Why\\x1b?
-    SFT  So\\x1b.   (score 3.46, KL 13.20)
-    GRPO No   (score 0.00, KL 0.00)
+# Before the first update, and while PPO trains
+
+# What is changed, and what is said; an exclamation mark if the run ends.
+START = """
+off=0.0005, micro_batch=4 -> checked: before the first update the ratio is 1 and the KL to the reference is 0
+off=0.002 -> !a ratio is 0.0020 off 1: sampling and scoring disagree
+off=nan -> !a ratio is nan
+off=0.2, half=True, policy="x.pt" -> checked: before the first update the ratio is 1
+off=1.0, half=True -> !a ratio is
+dropout=0.3 -> !a ratio is
+moved=0.01 -> !nats away from the reference, not 0
+moved=0.01, policy="x.pt" -> checked:
+scale=0.1 -> the first scores have a standard deviation of 0.12, not 1: divide the reward by 0.1
+scale=0.01 -> divide the reward by 0.01
+scale=10 -> the first scores have a standard deviation of 12, not 1: divide the reward by 10
+scale=100, kl_coef=0.0 -> divide the reward by 100
+shift=2e4 -> the mean of the first scores is 2e+04: subtract it from the reward
+scale=0 -> checked:
+scale=20, count=1 -> checked:
+max_new_tokens=13 -> warning: 8 of 20 prompts leave less than 13 tokens of the context of 16
+batch_size=7, k=2 -> !--batch_size 7: should be a multiple of --k 2
+batch_size=3 -> !--batch_size 3: should be a multiple of --k 1, >= --minibatches 4
 """
 
 
-def test_the_report_is_printed_and_no_text_steers_the_terminal(capsys):
-    bad = {"prompt": "Why\x1b?", "text": " So\x1b.", "score": 3.456, "kl": 13.2}
-    sft = {"score": -0.001, "score_se": 0.016, "kl": 0, "val_loss": 0.5, "val_loss_se": 0.2}
-    parts = {"sft": sft, "algorithm": "grpo", "best_of_n": {"4": {"score": 0.93}}}
-    parts["ppo"] = {"score": 1.47, "kl": 2.734, "kl_se": 0.016}
-    parts["ppo_unseen"] = {"score": 1.41, "optimality": 0.834, "prompts": 50}
-    parts["suspects"] = {"count": 1234, "examples": [bad]}
-    parts["samples"] = [bad | {"sft": bad, "ppo": {"text": "No", "score": 0, "kl": 0}}]
-    report.print_report(parts | {"table": report.table(parts), "notes": report.notes(parts)})
-    assert capsys.readouterr().out == PRINTED
+@pytest.mark.parametrize("line", START.strip().splitlines())
+def test_a_run_starts_only_if_sampling_and_scoring_agree_and_says_what_does_not_suit(
+    capsys, monkeypatch, line
+):
+    words, says = line.split(" -> ")
+    x = {"off": 0.0, "moved": 0.0, "dropout": 0.0, "scale": 1.0, "shift": 0.0, "count": 20}
+    x |= {"half": False, "max_new_tokens": 6, "batch_size": 16, "policy": "", "k": 1}
+    x |= {"micro_batch": 0, "kl_coef": 0.1} | eval(f"dict({words})", {"nan": nan})
+    x = SimpleNamespace(**x, temperature=0.7, length_penalty=0.0, minibatches=4)
+    x.missing_eos_penalty, sizes = 0.5, []
+    model = tiny_gpt(dropout=x.dropout).train()
+    ref = stir(frozen_copy(model), x.moved)
+    model.config = GPTConfig(**asdict(model.config) | {"bfloat16": x.half})  # not its trunk's
+
+    def generate(policy, prompts, *rest):
+        sizes.append(len(prompts))
+        tokens, mask, logprobs, values = minippo.generate(policy, prompts, *rest)
+        logprobs[-1, mask[-1]] += x.off
+        return tokens, mask, logprobs, values
+
+    def score(tokens, mask):
+        return x.shift + x.scale * torch.linspace(-2, 2, len(mask), dtype=torch.float64)
+
+    prompts = [[1] * (1 + i % 5) for i in range(x.count)]
+    monkeypatch.setattr(report, "generate", generate)
+    if says[0] == "!":
+        with pytest.raises(UserError, match=says[1:]):
+            report.check_start(model, ref, score, prompts, x)
+    else:
+        report.check_start(model, ref, score, prompts, x)
+        printed = capsys.readouterr().out
+        assert says in printed and ("divide" in printed) == ("divide" in says)
+        assert sizes == [min(x.count, x.micro_batch or 16)]
+
+
+def test_the_values_start_at_the_mean_score_less_penalties():
+    policy = tiny_gpt()
+    config = SimpleNamespace(**vars(Settings(6, length_penalty=0.25)) | vars(TrainConfig()))
+    state, prompts = torch.get_rng_state(), [[1, 2], [3]] * 64
+    report.check_start(policy, frozen_copy(policy), lambda x, _: x.sum(1), prompts, config)
+    torch.set_rng_state(state)
+    batch = minippo.rollout(policy, policy, lambda x, _: x.sum(1), prompts, config)
+    mean = minippo.masked_mean(batch["old_values"], batch["mask"])
+    assert_equal(mean, batch["scores"].double().mean(), 1e-6)
+
+
+def test_what_is_wrong_with_an_iteration_is_said():
+    for kl, more, says in (
+        ([-0.1, -0.01] * 8, {}, "KL -0.055 ± 0.011 is below 0: sampling and scoring disagree"),
+        ([-0.1, 0.03] * 8, {}, ""),  # the mean is 2.2 times its error
+        ([-9e-5] * 16, {}, ""),
+        ([99.0] * 16, {"entropy": 0.021, "eos_rate": 0.1}, ""),
+        ([101.0] * 16, {}, "KL 101, entropy 0.200 nats per token: the policy may have collapsed"),
+        ([1.0] * 16, {"entropy": 0.019}, "KL 1, entropy 0.019 nats"),
+        ([1.0] * 16, {"eos_rate": 0.0}, "no response has ended by itself"),
+        ([-1.0] * 15, {"entropy": 0.0, "eos_rate": 0.0}, ""),  # few
+    ):
+        stats = {"entropy": 0.2, "eos_rate": 1.0} | more
+        wrong = report.faults(stats, torch.tensor(kl))
+        assert [x.startswith(says) for x in wrong.values()] == [True] * bool(says), wrong
+
+
+def test_an_iteration_is_judged_shown_and_traced(tmp_path, monkeypatch, capsys):
+    kinds = iter(["a", "ab", "ab"])  # of faults in an iteration
+    monkeypatch.setattr(
+        report, "faults", lambda _, kl: dict.fromkeys(next(kinds), f"{kl.sum():.3f}")
+    )
+    monkeypatch.setattr(report, "judge_of", {"zoo": lambda x, y: float(len(x) == 2)}.get)
+    policy = stir(minippo.GPT(GPTConfig(257, 16, 1, 2, 8)).eval(), 0.2)
+    tokenizer = Tokenizer([bytes([i]) for i in range(256)])
+    config = SimpleNamespace(data="zoo", out=tmp_path, steps=44, temperature=0.7)
+    run = SimpleNamespace(config=config, model=policy, tokenizer=tokenizer, warned=set())
+    ref, scores = stir(frozen_copy(policy), 0.1), torch.arange(11.0).roll(3)
+    prompts, settings = (
+        [[65, 66 + i] for i in range(11)],
+        PPOConfig(7, 0.7, missing_eos_penalty=0.0),
+    )
+    batch = minippo.rollout(policy, ref, lambda *_: scores, prompts, settings)
+    (tmp_path / "ppo_traces.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 9}\n')
+    for run.step in (2, 41, 44):
+        assert report.watch(run, {"kl": 2.0}, batch) == {"judge": 1.0}
+    *warned, shown = capsys.readouterr().out.splitlines()
+    nats = (batch["old_logprobs"] - batch["ref_logprobs"]).sum()
+    assert warned == [f"warning: iteration {i}: {nats:.3f}" for i in (2, 41)]
+    assert "AB" in shown and "score 8.00  KL " in shown
+    lines = [json.loads(x) for x in (tmp_path / "ppo_traces.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 44]
+    assert [x["score"] for x in lines[-1]["responses"]] == [0, 2, 4, 6, 8, 10]
+    monkeypatch.setattr(report, "faults", lambda *_: {})
+    config.data, config.steps, steps = "other", 250, []
+    monkeypatch.setattr(report, "trace_responses", lambda *_: steps.append(run.step) or [])
+    for run.step in range(1, 300):
+        assert report.watch(run, {}, batch) == {}
+    assert steps == [1, 2, 5, 10, 20, 50, 100, 200, 250]
