@@ -372,7 +372,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
     if chosen_scores.shape != rejected_scores.shape:
         raise ValueError(f"shapes {chosen_scores.shape} and {rejected_scores.shape} differ")
     margin = chosen_scores - rejected_scores
-    loss = -F.logsigmoid(margin).mean()
+    loss = -torch.nn.functional.logsigmoid(margin).mean()
     accuracy = (margin > 0).float().mean() + 0.5 * (margin == 0).float().mean()  # a tie: half a hit
     return loss, {"accuracy": accuracy.item(), "margin": margin.mean().item()}
 
@@ -433,13 +433,13 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # "Approximating KL divergence"):
 #
 #     k1 = d                   on average the KL, but often below 0     reward, metric
-#     k2 = d^2 / 2             on average its gradient is the KL's      loss, if kl_loss_coef > 0
+#     k2 = d^2 / 2             its gradient is that of a token's KL    loss, if kl_loss_coef > 0
 #     k3 = exp(-d) - 1 + d     on average the KL, and never below 0     metric
 #
 # In a loss, the gradient of k1 is grad log pi, whose mean is 0: it would teach nothing. That of k2
-# is d * grad log pi, whose mean is the gradient of the KL. In a reward, d is a plain number that
-# multiplies grad log pi, which comes to the same. In k3, exp(-d) = ref / pi, whose mean over pi is
-# sum ref = 1: so exp(-d) - 1 adds 0 on average.
+# is d * grad log pi, for each token its own d alone. In the reward, a token's d multiplies grad log
+# pi of that token and of all before it, which led there. k3 is never below 0, because exp(x) >= 1 +
+# x; and exp(-d) = ref / pi has the mean sum ref = 1. (GRPO has it as a loss.)
 
 
 def bounded_exp(x):
@@ -643,6 +643,13 @@ def score_responses(score, tokens, mask, config, eos):
     return score(tokens, mask) - penalty, ended
 
 
+def join(pieces):
+    """Rollouts -> one with all their rows; the narrower ones are padded on the right."""
+    rows = {name: [x for piece in pieces for x in piece[name]] for name in pieces[0]}
+    pad = nn.utils.rnn.pad_sequence
+    return {name: pad(x, True) if x[0].dim() else torch.stack(x) for name, x in rows.items()}
+
+
 @torch.no_grad()
 def rollout(policy, ref, score, prompts, config, generate=generate):
     """Phases 1 and 2: responses to the prompts (lists of ids), and what is recorded of them; at
@@ -659,13 +666,6 @@ def rollout(policy, ref, score, prompts, config, generate=generate):
     batch = {"tokens": tokens, "mask": mask, "scores": scores, "ended": ended}
     batch |= {"old_logprobs": old_logprobs, "old_values": old_values}
     return batch | {"ref_logprobs": ref_logprobs}
-
-
-def join(pieces):
-    """Rollouts -> one with all their rows; the narrower ones are padded on the right."""
-    rows = {name: [x for piece in pieces for x in piece[name]] for name in pieces[0]}
-    pad = nn.utils.rnn.pad_sequence
-    return {name: pad(x, True) if x[0].dim() else torch.stack(x) for name, x in rows.items()}
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@ python -m pytest tests/test_exact.py
 
 With three or four tokens and responses of at most three, J = E[score] - beta KL is a short sum, and
 autograd gives its gradient. The path that train_ppo.py takes (score, compute_advantages, loss,
-update) must give the same in expectation, with the trunks of minippo.py and with packed ones.
+update) must give the same in expectation.
 """
 
 import itertools
@@ -22,8 +22,7 @@ from minippo import (
     row_lengths,
     score_responses,
 )
-from plumbing.packing import PackedAttention, PackedTrunk, set_class
-from plumbing.rows import pad_completions
+from plumbing.text import pad_completions
 from train_rm import pair_scores
 from tiny import (
     all_responses,
@@ -42,30 +41,14 @@ from tiny import (
 PROMPTS = [[0], [1, 0, 1], [0, 1]]  # of different lengths, in one batch
 
 
-def packed(model):
-    """As in plumbing/packing.py, which tries it out first with more tokens than there are here."""
-    model.trunk.dtype, model.trunk.grad_checkpoint = "float32", False
-    set_class(model.trunk, PackedTrunk, PackedAttention)
-    return model
-
-
-@pytest.fixture(autouse=True, params=["packed", "plain"])
-def trunks(request, monkeypatch):
-    if request.param == "plain":
-        monkeypatch.setattr(Task, "wrap", staticmethod(lambda model: model))
-
-
 class Task:
     """Policy, reference and reward model with random weights, and every response to every prompt
     as one batch."""
 
-    wrap = staticmethod(packed)
-
     def __init__(self, vocab_size=4, horizon=3, temperature=1.0, kl_coef=0.1):
         self.temperature, self.kl_coef = temperature, kl_coef
-        self.policy = self.wrap(tiny_gpt(vocab_size))
-        self.ref = frozen_copy(self.wrap(tiny_gpt(vocab_size)))
-        model = self.wrap(stir(RewardModel(self.policy.config).double(), 0.5))
+        self.policy, self.ref = tiny_gpt(vocab_size), frozen_copy(tiny_gpt(vocab_size))
+        model = stir(RewardModel(self.policy.config).double(), 0.5)
         responses = list(all_responses(vocab_size, horizon))
         self.rows = [(prompt, response) for prompt in PROMPTS for response in responses]
         self.tokens, self.mask = pad_completions(self.rows)
@@ -76,7 +59,7 @@ class Task:
             PPOConfig(length_penalty=0.1, missing_eos_penalty=0.5),
             vocab_size - 1,
         )
-        assert 0 < ended.sum() < len(ended) and self.scores.std() > 0.1
+        assert 0 < ended.sum() < len(ended) and self.scores.std() > 0.05
 
     def evaluate(self, model):
         return evaluate_actions(model, self.tokens, self.mask, self.temperature)
@@ -118,7 +101,7 @@ class Task:
     def weighted(self, batch):
         """Each response counts as its probability says, and the mean over tokens is undone."""
         weight = self.chances() * self.mask.sum()
-        return batch | {"credit": weight * batch["credit"]}
+        return batch | {"advantages": weight * batch["advantages"]}
 
     def expected_step(self, batch, **changes):
         """E over responses of (step x number of its tokens): the loss is a mean over tokens, the
@@ -224,15 +207,33 @@ def test_the_expected_step_of_each_further_term_is_the_gradient_of_what_it_is_na
     }
     exact = {k: gradient(task.in_states_visited(x), task.policy) for k, x in terms.items()}
     batch = task.record()
-    batch["credit"] = torch.zeros_like(batch["credit"])
+    batch["advantages"] = torch.zeros_like(batch["advantages"])
     for name, g in exact.items():
         step = task.expected_step(batch, value_clip=inf, **{name: 0.3})
         assert_equal(step, -0.3 * g, 1e-9)
         assert g.norm() > 1e-2
 
 
+@pytest.mark.parametrize("horizon", [1, 2, 3])
+def test_the_kl_in_the_reward_counts_for_all_tokens_before_it_and_the_kl_in_the_loss_does_not(
+    horizon,
+):
+    task = Task(vocab_size=3, horizon=horizon, kl_coef=0.3)
+    task.scores = torch.zeros_like(task.scores)
+    batch = task.record(old_values=torch.zeros_like(task.mask, dtype=torch.float64))
+    in_reward = task.step(task.weighted(batch))
+    assert_equal(in_reward, gradient(task.objective(), task.policy), 1e-9)  # of the whole KL
+    batch["advantages"] = torch.zeros_like(batch["advantages"])
+    in_loss = task.expected_step(batch, kl_loss_coef=0.3)
+    assert ((in_loss - in_reward).norm() < 1e-9) == (horizon == 1)
+    # The loss holds the states fixed that are visited: a token is not blamed for later ones.
+    d = (task.evaluate(task.policy)[0] - task.evaluate(task.ref)[0]).detach()
+    own = (d * task.chances() * task.evaluate(task.policy)[0] * task.mask).sum()
+    assert_equal(in_loss, -0.3 * gradient(own, task.policy), 1e-9)
+
+
 def test_the_expected_gradient_of_the_reward_model_is_that_of_the_bradley_terry_likelihood():
-    model, truth = Task.wrap(tiny_reward_model()), Task.wrap(tiny_reward_model())
+    model, truth = tiny_reward_model(), tiny_reward_model()
     pairs = itertools.product(PROMPTS, itertools.combinations(all_responses(3, 2), 2))
     pairs = [(prompt, a, b) for prompt, (a, b) in pairs]
     a, b = pair_scores(truth, pairs)
@@ -269,17 +270,17 @@ def test_the_gradients_of_the_minibatches_add_up_to_that_of_the_batch(minibatche
 
     def summed(count):
         """The loss of a minibatch is a mean over its tokens: weigh its gradient by their number."""
-        optimizer, found = torch.optim.SGD(task.policy.parameters(), 0.0), []
+        optimizer, grads = torch.optim.SGD(task.policy.parameters(), 0.0), []
         parameters = list(task.policy.parameters())
         optimizer.register_step_pre_hook(
-            lambda *_: found.append(torch.cat([p.grad.flatten() for p in parameters]))
+            lambda *_: grads.append(torch.cat([p.grad.flatten() for p in parameters]))
         )
         config = PPOConfig(minibatches=count, max_grad_norm=inf, **ALL_TERMS)
         torch.manual_seed(0)
         ppo_update(task.policy, optimizer, batch, config)
         torch.manual_seed(0)
         rows = torch.randperm(len(task.mask)).tensor_split(count)
-        return sum(task.mask[i].sum() * g for i, g in zip(rows, found, strict=True))
+        return sum(task.mask[i].sum() * g for i, g in zip(rows, grads, strict=True))
 
     whole = summed(1)
     assert_equal(summed(minibatches), whole, 1e-9)

@@ -29,6 +29,7 @@ from minippo import (
     PPOConfig,
     RewardModel,
     batch_metrics,
+    center_values,
     compute_advantages,
     draw,
     evaluate_actions,
@@ -81,12 +82,12 @@ for_random_batches = pytest.mark.parametrize("seed", range(20))
 
 def rows_of(lines):
     """Lines "name   cell cell ..." -> {name: cells}, numbers as floats."""
-    found = {}
+    table = {}
     for line in lines:
         name, *cells = re.split("  +", line.strip())
         cells = " ".join(cells).split()
-        found[name] = [float(x) if re.fullmatch(r"-?\d+\.\d+|0", x) else x for x in cells]
-    return found
+        table[name] = [float(x) if re.fullmatch(r"-?\d+\.\d+|0", x) else x for x in cells]
+    return table
 
 
 def drawing():
@@ -121,9 +122,10 @@ def test_the_numbers_in_the_drawing_are_what_the_functions_give():
     assert "score of 1.40 and beta 0.1" in minippo.__doc__
     computed = {"log pi": batch["old_logprobs"], "log ref": batch["ref_logprobs"]}
     computed |= {"KL": batch["old_logprobs"] - batch["ref_logprobs"], "value": batch["old_values"]}
-    for name, x in compute_advantages(batch, PPOConfig()).items():
+    for name, x in compute_advantages(batch, PPOConfig(whiten=False)).items():
         computed[name.removesuffix("s")] = x
-    computed["delta"] = compute_advantages(batch, PPOConfig(lam=0.0))["advantages"]
+    computed["whitened"] = compute_advantages(batch, PPOConfig())["advantages"]
+    computed["delta"] = compute_advantages(batch, PPOConfig(lam=0.0, whiten=False))["advantages"]
     assert rows.keys() == computed.keys() | {"tokens", "action", "mask"}
     for name, x in computed.items():
         assert rows[name][:5] == [".", *shown(x), "."]
@@ -131,13 +133,14 @@ def test_the_numbers_in_the_drawing_are_what_the_functions_give():
     lams = re.findall(r"lam (\S+)((?: +\d\.\d\d){3})", gae.__doc__)
     assert len(lams) == 3
     for lam, cells in lams:
-        advantages = compute_advantages(batch, PPOConfig(lam=float(lam)))["advantages"]
+        config = PPOConfig(lam=float(lam), whiten=False)
+        advantages = compute_advantages(batch, config)["advantages"]
         assert shown(advantages) == [float(x) for x in cells.split()]
 
 
 def test_the_numbers_of_the_gradient_step_are_what_the_loss_gives():
     rows, batch = comment_table("log pi now"), drawn_batch()
-    old, A = batch["old_logprobs"], compute_advantages(batch, PPOConfig())["credit"]
+    old, A = batch["old_logprobs"], compute_advantages(batch, PPOConfig())["advantages"]
     now = f64([[0, *rows["log pi now"][:3], 0]]).requires_grad_()
     ratio = (now - old).exp()
     clipped = ratio.clamp(0.8, 1.2)
@@ -164,15 +167,25 @@ def test_the_numbers_of_the_gradient_step_are_what_the_loss_gives():
 def test_the_defaults_are_those_that_were_measured():
     assert str(GPTConfig()) == (
         "GPTConfig(vocab_size=1024, context=128, layers=4, heads=4, channels=96, dropout=0.0, "
-        "separate_critic=False)"
+        "bfloat16=False)"
     )
-    # Those of PPOConfig: tests/test_scripts.py
+    assert str(PPOConfig()) == (
+        "PPOConfig(max_new_tokens=48, temperature=1.0, length_penalty=0.0, missing_eos_penalty=1.0, "
+        "kl_coef=0.1, k=1, epochs=1, minibatches=4, micro_batch=0, max_grad_norm=1.0, gamma=1.0, "
+        "lam=1.0, whiten=True, clip_eps=0.2, value_clip=0.2, vf_coef=0.1, entropy_coef=0.0, "
+        "kl_loss_coef=0.0)"
+    )
 
 
 def test_the_end_token_is_the_last_of_the_vocabulary_and_heads_share_the_channels():
     assert GPTConfig(vocab_size=300).eos == 299 and replace(GPTConfig(300), vocab_size=7).eos == 6
     with pytest.raises(ValueError, match="multiple"):
         GPTConfig(channels=10, heads=3)
+    for wrong in ({"temperature": 0}, {"gamma": 1.1}, {"lam": 2}, {"lam": nan}):
+        with pytest.raises(ValueError, match=f"{[*wrong][0]} .*: should be"):
+            PPOConfig(**wrong)
+    with pytest.raises(ValueError, match="dropout"):
+        GPTConfig(dropout=1.0)
 
 
 def by_formula(policy, tokens):
@@ -205,16 +218,15 @@ def by_formula(policy, tokens):
     return hidden @ policy.trunk.token_embedding.weight.T, values
 
 
-@pytest.mark.parametrize("separate_critic", [False, True])
-def test_the_network_is_a_gpt_2_with_a_value_head(separate_critic):
-    policy = tiny_gpt(layers=3, separate_critic=separate_critic)
+@pytest.mark.parametrize("critic", [False, True])
+def test_the_network_is_a_gpt_2_with_a_value_head(critic):
+    policy = tiny_gpt(layers=3, critic=critic)
     tokens = torch.randint(EOS + 1, (3, 7))
     logits, values = policy(tokens)
     for i in range(3):
         expected = by_formula(policy, tokens[i])
         assert_equal(logits[i], expected[0])
         assert_equal(values[i], expected[1])
-    assert bool(policy.critic) == separate_critic
     for model in (policy, frozen_copy(policy)):
         assert model.lm_head.weight is model.trunk.token_embedding.weight
 
@@ -308,19 +320,29 @@ def test_gathered_logprobs_are_the_log_softmax_at_the_targets():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_log_probabilities_are_never_in_16_bits(dtype):
-    policy, logits = tiny_gpt().float(), (8 * noise(50, 9)).to(dtype)
-    targets = torch.randint(9, (50,))
+    logits, targets = (8 * noise(50, 9)).to(dtype), torch.randint(9, (50,))
     scored = gather_logprobs(logits, targets)
     assert scored.dtype == torch.float32
     assert_equal(scored.double(), gather_logprobs(logits.double(), targets), 1e-5)
-    tokens, mask = torch.randint(11, (2, 5)), marks(".xx.", "..xx")
-    full = evaluate_actions(policy, tokens, mask)
-    with torch.autocast("cpu", torch.bfloat16):
-        near = evaluate_actions(policy, tokens, mask)
-    half = evaluate_actions(policy.to(torch.bfloat16), tokens, mask)
-    for x, a, b in zip(full, near, half):
-        assert a.dtype == b.dtype == torch.float32
-        assert (x - a).abs().max() < 0.2 > (x - b).abs().max()
+
+
+def test_bfloat16_is_inside_the_blocks_alone_and_the_same_in_sampling_and_scoring():
+    full, kinds = tiny_gpt().float(), set()
+    half = GPT(replace(full.config, bfloat16=True)).eval()
+    half.load_state_dict(full.state_dict())
+    half.trunk.blocks[0].mlp[0].register_forward_hook(lambda *x: kinds.add(x[2].dtype))
+    drawn = []
+
+    def recorded_draw(logits):
+        drawn.append(logits.log_softmax(-1).gather(1, token := draw(logits)[:, None]))
+        return token.squeeze(1)
+
+    tokens, mask, logprobs, _ = generate(half, [[1, 2]], 9, draw=recorded_draw)
+    a, b = full.hidden(tokens)[0], half.hidden(tokens)[0]
+    assert 1e-4 < (a - b).abs().max() < 0.3 and kinds == {torch.bfloat16}
+    assert {x.dtype for x in (b, logprobs, *half.parameters())} == {torch.float32}
+    assert (torch.cat(drawn).squeeze(1) - logprobs[mask]).abs().mean() < 0.03
+    assert evaluate_actions(half.to(torch.bfloat16), tokens, mask)[0].dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -361,17 +383,27 @@ def test_scores_that_are_not_one_number_a_row_are_refused(shape):
 def test_index_t_is_the_choice_of_token_t_plus_1_in_the_state_of_having_read_tokens_0_to_t(
     seed, options
 ):
-    policy, batch = tiny_gpt(separate_critic=seed % 2 > 0), random_batch(seed)
+    policy, batch = tiny_gpt(critic=seed % 2 > 0), random_batch(seed)
     tokens, mask = batch["tokens"], batch["mask"]
     logits, values = policy(tokens)
     log_p = (logits / options.get("temperature", 1))[:, :-1].log_softmax(-1)
     logprobs, entropy = log_p.gather(-1, tokens[:, 1:, None]), -(log_p.exp() * log_p).sum(-1)
-    found = evaluate_actions(policy, tokens, mask, with_entropy=True, **options)
-    for x, expected in zip(found, (logprobs.squeeze(-1), values[:, :-1], entropy), strict=True):
+    numbers = evaluate_actions(policy, tokens, mask, with_entropy=True, **options)
+    for x, expected in zip(numbers, (logprobs.squeeze(-1), values[:, :-1], entropy), strict=True):
         assert_equal(x, torch.where(mask, expected, 0.0))
     without = evaluate_actions(policy, tokens, mask, **options)
-    assert torch.equal(without[0], found[0]) and torch.equal(without[1], found[1])
+    assert torch.equal(without[0], numbers[0]) and torch.equal(without[1], numbers[1])
     assert not without[2].any()
+
+
+def test_a_token_without_a_chance_adds_nothing_to_the_entropy():
+    policy = biased(tiny_gpt(), {3: -inf, 5: -inf})
+    tokens, mask = torch.randint(3, (2, 5)), marks("xxxx", "xxxx")
+    _, _, entropy = evaluate_actions(policy, tokens, mask, with_entropy=True)
+    p = policy(tokens)[0][:, :-1].softmax(-1).clamp(min=1e-300)
+    assert_equal(entropy, -(p * p.log()).sum(-1))
+    entropy.sum().backward()
+    assert gradients(policy).isfinite().all() and gradients(policy).norm() > 0.1
 
 
 def numbers_of_rows(policy, batch):
@@ -399,8 +431,7 @@ def test_padding_and_neighbours_change_no_number_of_a_row(seed):
         wider = {k: F.pad(y, (0, columns)) if y.dim() == 2 else y for k, y in x.items()}
         assert_equal(numbers_of_rows(policy, padded), wider)
     for i, length in enumerate(row_lengths(batch["mask"]).tolist()):
-        found = numbers_of_rows(policy, alone(batch, i, length))
-        assert_equal(found, alone(x, i, length))
+        assert_equal(numbers_of_rows(policy, alone(batch, i, length)), alone(x, i, length))
 
 
 def test_vocabulary_logits_are_computed_at_response_tokens_only():
@@ -413,14 +444,18 @@ def test_vocabulary_logits_are_computed_at_response_tokens_only():
 # 3. Sampling
 
 
+@torch.no_grad()
 def test_keys_and_values_of_earlier_columns_stand_for_these_columns():
     trunk, tokens = tiny_gpt().trunk, torch.randint(EOS, (3, 9))
-    whole, cache = trunk(tokens), [[] for _ in trunk.blocks]
+    whole, cache = trunk(tokens), trunk.new_cache(3, 9)
     assert_equal(trunk(tokens[:, :4], cache=cache), whole[:, :4])
     for t in range(4, 9):
-        assert_equal(trunk(tokens[:, t : t + 1], cache=cache)[:, 0], whole[:, t])
+        step = trunk(tokens[:, t : t + 1], cache=cache, start=t)
+        assert_equal(step[:, 0], whole[:, t])
     read = torch.rand(3, 9) < 0.5
     assert_equal(trunk(tokens, read), whole[read])
+    half = GPT(replace(tiny_gpt().config, bfloat16=True)).trunk.new_cache(3, 9)
+    assert len(half) == 2 and {x.dtype for block in half for x in block} == {torch.bfloat16}
 
 
 def test_a_token_is_drawn_if_a_random_number_falls_into_its_piece_of_the_interval(monkeypatch):
@@ -434,6 +469,9 @@ def test_a_token_is_drawn_if_a_random_number_falls_into_its_piece_of_the_interva
     assert draw(logits.expand(6, 6)).tolist() == [*drawn.values()]
     # In float32 these probabilities add up to less than 1.
     assert draw(torch.zeros(6, 41))[-1] == 40
+    for bad in (nan, inf):
+        with pytest.raises(FloatingPointError, match="logits are not finite"):
+            draw(f64([[0.0, 1.0], [bad, 1.0]]))
 
 
 PROMPTS = [[1], [2, 3, 4, 5], [6, 7], [8, 9, 0], [1, 1, 1, 1, 1, 1], [3]] * 4
@@ -471,7 +509,7 @@ def plain_generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
 )
 def test_sampling_is_a_plain_loop_that_reads_whole_rows(prompts, max_new_tokens, options):
     for bias in (-inf, 1.0, 50.0):  # the end token: never, at any time, at once
-        policy = biased(tiny_gpt(separate_critic=bias == 1), {EOS: bias})
+        policy = biased(tiny_gpt(critic=bias == 1), {EOS: bias})
         torch.manual_seed(3)
         rows, numbers = plain_generate(policy, prompts, max_new_tokens, **options)
         torch.manual_seed(3)
@@ -553,12 +591,20 @@ def test_advantages_are_sums_of_deltas_and_returns_are_advantages_plus_values(se
     assert not advantages[~mask].any() and not returns[~mask].any()
 
 
-def test_whitening_sees_the_mask_only_and_does_not_enlarge_rounding():
+def test_whitening_sees_the_mask_only_and_knows_no_scale():
     white = whiten(f64([[1, 3, nan, 100], [inf, 5, 7, 9]]), marks("xx..", ".xxx"))
     assert_equal(white, (f64([[1, 3, 5, 5], [5, 5, 7, 9]]) - 5) / 8**0.5)
-    small, mask = f64([[0.0, 1e-7, -1e-7, 2e-7]]), marks("xxxx")
-    assert_equal(whiten(small, mask), (small - 5e-8) * 1e4)
-    assert whiten(1e4 * small, mask).std(correction=0).item() == pytest.approx(1)
+    x, mask = noise(3, 5), torch.rand(3, 5) < 0.8
+    for scale in (1e-9, 10, 1e9):
+        assert_equal(whiten(scale * x, mask), whiten(x, mask), 1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [0.0, 1000.3, -1e6 / 3, 1e-6 / 3, 0.1])
+def test_equal_values_are_whitened_to_0(value, dtype):
+    x = torch.full((7, 43), value, dtype=dtype)
+    x[0, 0] *= 1 + torch.finfo(dtype).eps  # rounding
+    assert not whiten(x, torch.rand(7, 43) < 0.9).any()
 
 
 # 5. PPO: losses
@@ -591,6 +637,17 @@ def test_the_policy_loss_and_its_stats_by_hand():
     assert stats == pytest.approx(expected)  # clip_frac counts both sides
     loss.backward()
     assert_equal(logprobs.grad, f64([[0, -1, 0], [-1.62, -2.1, 0]]) / 4)
+
+
+@pytest.mark.parametrize("advantage", [0.0, 1.0, -1.0])
+def test_a_ratio_that_overflows_has_a_finite_loss_and_no_gradient_behind_the_clip(advantage):
+    logprobs, mask = torch.tensor([[100.0, 0.1, -100.0]]).requires_grad_(), marks("xxx")
+    loss, stats = policy_loss(logprobs, torch.zeros(1, 3), torch.full((1, 3), advantage), mask, 0.2)
+    loss.backward()
+    assert all(map(math.isfinite, stats.values())) and logprobs.grad.isfinite().all()
+    assert logprobs.grad[0, 0] == 0 if advantage >= 0 else loss > 1e6
+    assert (logprobs.grad[0, 1] != 0) == (advantage != 0)
+    assert all(x.isfinite().all() for x in kl_per_response(logprobs, torch.zeros(1, 3), mask))
 
 
 def test_only_what_is_computed_now_has_a_gradient():
@@ -671,21 +728,62 @@ def test_a_rollout_holds_what_the_policy_the_reference_and_the_score_say():
     assert watched.mock_calls == [call(policy, PROMPTS, 5, 0.7)]
 
 
+@pytest.mark.parametrize("size", [5, 6, 23])
+def test_a_rollout_in_pieces_is_these_pieces_padded_to_one_width(size):
+    policy, config = tiny_gpt(), PPOConfig(max_new_tokens=5, micro_batch=size)
+    prompts, start = [*PROMPTS[6:], [1] * 12], 0
+    torch.manual_seed(1)
+    batch = rollout(policy, policy, lambda x, _: x.sum(1), prompts, config)
+    torch.manual_seed(1)
+    while start < len(prompts):
+        part = prompts[start : start + size]
+        piece = rollout(policy, policy, lambda x, _: x.sum(1), part, replace(config, micro_batch=0))
+        for name, x in piece.items():
+            rows = batch[name][start : start + size]
+            assert torch.equal(rows[:, : x.shape[1]] if x.dim() > 1 else rows, x)
+            assert x.dim() == 1 or not rows[:, x.shape[1] :].any()
+        start += size
+    assert len(batch["scores"]) == len(prompts)
+
+
+def test_a_constant_in_the_reward_changes_nothing():
+    batches = []
+    for constant in (0.0, 50.0, -1000.0):
+        torch.manual_seed(1)
+        policy, config = tiny_gpt(), PPOConfig(max_new_tokens=5, missing_eos_penalty=0.5)
+        ref, optimizer = frozen_copy(policy), torch.optim.Adam(policy.parameters(), 0.01)
+
+        def score(tokens, mask, constant=constant):
+            return tokens.sum(1).double() / 10 + constant
+
+        center_values(policy, batch := rollout(policy, ref, score, PROMPTS, config))
+        values = evaluate_actions(policy, batch["tokens"], batch["mask"])[1]
+        assert_equal(masked_mean(values, batch["mask"]), batch["scores"].mean(), 1e-9)
+        for _ in range(3):
+            batch = rollout(policy, ref, score, PROMPTS, config)
+            batch |= compute_advantages(batch, config)
+            ppo_update(policy, optimizer, batch, config)
+        batches.append((batch["tokens"], batch["advantages"], batch["scores"] - constant))
+    for batch in batches[1:]:
+        for x, first in zip(batch, batches[0]):
+            assert_equal(x.double(), first.double(), 1e-6)
+
+
 @for_random_batches
-def test_credit_is_kl_adjusted_rewards_gae_and_whitening(seed):
+def test_advantages_are_kl_adjusted_rewards_gae_and_whitening(seed):
     batch, before = random_batch(seed), random_batch(seed)
     config = PPOConfig(gamma=0.9, lam=0.8, kl_coef=0.3)
     x, plain = (compute_advantages(batch, replace(config, whiten=on)) for on in (True, False))
     mask, inputs = batch["mask"], (batch["old_logprobs"], batch["ref_logprobs"], batch["mask"])
     rewards = kl_adjusted_rewards(batch["scores"], *inputs, 0.3)
     advantages, returns = gae(rewards, batch["old_values"], mask, 0.9, 0.8)
-    expected = {"rewards": rewards, "advantages": advantages, "returns": returns}
-    assert_equal(x, expected | {"credit": whiten(advantages, mask)})
-    assert_equal(plain, expected | {"credit": advantages})
+    expected = {"rewards": rewards, "returns": returns, "advantages": advantages}
+    assert_equal(plain, expected)
+    assert_equal(x, expected | {"advantages": whiten(advantages, mask)})
     assert_equal(batch, before)  # nothing is overwritten
 
 
-def credited(seed, **changes):
+def ready_batch(seed, **changes):
     """-> policy, a random batch with phase 3 done, and a config with all terms of the loss on."""
     more = {"entropy_coef": 0.1, "kl_loss_coef": 0.3, "vf_coef": 0.5, "value_clip": 0.4, "lam": 0.9}
     config = PPOConfig(**{"minibatches": 1, "max_grad_norm": inf, **more, **changes})
@@ -695,11 +793,11 @@ def credited(seed, **changes):
 
 @for_random_batches
 def test_the_loss_of_ppo_is_the_sum_of_its_weighted_terms(seed):
-    policy, batch, config = credited(seed, temperature=0.7, clip_eps=0.15)
+    policy, batch, config = ready_batch(seed, temperature=0.7, clip_eps=0.15)
     mask, old_logprobs = batch["mask"], batch["old_logprobs"]
     loss, stats = ppo_loss(policy, batch, config)
     logprobs, values, entropy = evaluate_actions(policy, batch["tokens"], mask, 0.7, True)
-    first, stats_of_policy = policy_loss(logprobs, old_logprobs, batch["credit"], mask, 0.15)
+    first, stats_of_policy = policy_loss(logprobs, old_logprobs, batch["advantages"], mask, 0.15)
     second, stats_of_values = value_loss(values, batch["old_values"], batch["returns"], mask, 0.4)
     k2 = 0.5 * ((logprobs - batch["ref_logprobs"])[mask] ** 2).mean()
     expected = first + 0.5 * second + 0.3 * k2 - 0.1 * entropy[mask].mean()
@@ -714,7 +812,7 @@ def sgd(policy, lr):
 
 def plain_update(policy, optimizer, batch, config):
     """ppo_update, with each step in one piece."""
-    seen = []
+    steps = []
     for _ in range(config.epochs):
         for rows in torch.randperm(len(batch["mask"])).tensor_split(config.minibatches):
             loss, stats = ppo_loss(policy, {name: x[rows] for name, x in batch.items()}, config)
@@ -722,8 +820,9 @@ def plain_update(policy, optimizer, batch, config):
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), config.max_grad_norm)
             optimizer.step()
-            seen.append(stats | {"grad_norm": norm.item()})
-    return {name: sum(stats[name] for stats in seen) / len(seen) for name in seen[0]}
+            steps.append(stats | {"grad_norm": norm.item()})
+    means = {name: sum(stats[name] for stats in steps) / len(steps) for name in steps[0]}
+    return means | {"ratio_max": max(stats["ratio_max"] for stats in steps)}
 
 
 @for_random_batches
@@ -734,23 +833,23 @@ def test_an_update_is_a_plain_loop_and_pieces_of_a_step_add_up(
     seed, epochs, minibatches, micro_batch
 ):
     steps = {"epochs": epochs, "minibatches": minibatches, "micro_batch": micro_batch}
-    policy, batch, config = credited(seed, max_grad_norm=1.0, **steps)
+    policy, batch, config = ready_batch(seed, max_grad_norm=1.0, **steps)
     twin, sizes = copy.deepcopy(policy), []
 
-    def loss_function(model, rows, given):
-        assert model is policy and given is config and rows.keys() == batch.keys()
+    def loss(model, rows, settings):
+        assert model is policy and settings is config and rows.keys() == batch.keys()
         sizes.append(len(rows["scores"]))
-        return ppo_loss(model, rows, given)
+        return ppo_loss(model, rows, settings)
 
     torch.manual_seed(seed)
     expected = plain_update(twin, sgd(twin, 0.1), batch, config)
     torch.manual_seed(seed)
-    stats = ppo_update(policy, sgd(policy, 0.1), batch, config, loss_function)
+    stats = ppo_update(policy, sgd(policy, 0.1), batch, config, loss)
     assert_equal(weights(policy), weights(twin))
     assert max(sizes) <= (micro_batch or 6)
-    if micro_batch:
-        del stats["ratio_max"], expected["ratio_max"]  # a mean of those of the pieces
     assert stats == pytest.approx(expected)
+    with pytest.raises(ValueError, match=f"7 minibatches of only {len(batch['mask'])} responses"):
+        ppo_update(policy, sgd(policy, 0.1), batch, replace(config, minibatches=7))
 
 
 def test_before_the_first_step_the_ratio_is_1_and_then_it_moves():
@@ -859,10 +958,11 @@ def test_functions_use_what_stands_above_them_and_those_of_tensors_need_torch_al
     uses = {}
     for node in ast.parse(SOURCE).body:
         if hasattr(node, "name"):
-            found = [x for x in ast.walk(node) if isinstance(x, ast.Name)]
-            local = {x.id for x in found if isinstance(x.ctx, ast.Store)}
+            names = [x for x in ast.walk(node) if isinstance(x, ast.Name)]
+            local = {x.id for x in names if isinstance(x.ctx, ast.Store)}
             local |= {x.arg for x in ast.walk(node) if isinstance(x, ast.arg)}
-            uses[node.name] = {x.id for x in found} - local - {*dir(builtins)}
+            local |= {x.name for x in ast.walk(node) if isinstance(x, ast.FunctionDef)}
+            uses[node.name] = {x.id for x in names} - local - {*dir(builtins)}
     names = [*uses]
     for i, name in enumerate(names):
         assert not uses[name] & {*names[i + 1 :]}
@@ -879,7 +979,8 @@ def test_a_trace_is_the_table_of_the_drawing_turned_round():
     batch |= compute_advantages(batch, PPOConfig())
     two = {name: torch.cat([torch.zeros_like(x), x]) for name, x in batch.items()}
     columns = trace(two, 1, rows["tokens"].__getitem__)
-    titles = ["log pi", "log ref", "KL", "reward", "value", "advantage", "return", "credit"]
+    titles = ["log pi", "log ref", "KL", "reward", "value", "return", "advantage"]
+    rows["advantage"] = rows["whitened"]
     assert [*columns] == ["action", *titles]
     head, *lines = table(columns)
     assert head == "".join(f"{title:>10}" for title in columns)
@@ -899,11 +1000,11 @@ def test_the_example_learns_what_its_score_function_likes_where_there_is_nothing
     command = [sys.executable, "-W", "ignore", "-c", code]
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
     printed = subprocess.check_output(command, env=one_thread, encoding="utf-8").splitlines()
-    found = [re.match(r"iteration +(\d+)  score +(\S+)  kl +(\S+)", x) for x in printed[:6]]
-    assert [int(x[1]) for x in found] == [1, 21, 41, 61, 81, 100]
-    scores = [float(x[2]) for x in found]
+    lines = [re.match(r"iteration +(\d+)  score +(\S+)  kl +(\S+)", x) for x in printed[:6]]
+    assert [int(x[1]) for x in lines] == [1, 21, 41, 61, 81, 100]
+    scores = [float(x[2]) for x in lines]
     assert -3 < scores[0] < -1.5 and min(scores[2:]) > 3 and 3.5 < scores[-1] <= 4  # eight turns
-    kl = [float(x[3]) for x in found]
+    kl = [float(x[3]) for x in lines]
     assert abs(kl[0]) < 0.3 and 8 < min(kl[2:]) <= max(kl) < 13  # at beta = 0: 19 to 20
     words = printed[5].split()[-4:]
     actions = [line.split()[0] for line in printed[7:]]
@@ -916,11 +1017,12 @@ def test_the_example_learns_what_its_score_function_likes_where_there_is_nothing
 
 
 def test_the_example_begins_with_the_same_weights_and_lowers_the_learning_rate(monkeypatch):
-    batch, seen, rates = random_batch(0), [], []
-    monkeypatch.setattr(minippo, "rollout", lambda *x: seen.append(weights(x[0])) or {**batch})
+    batch, starts, centred, rates = random_batch(0), [], [], []
+    monkeypatch.setattr(minippo, "rollout", lambda *x: starts.append(weights(x[0])) or {**batch})
+    monkeypatch.setattr(minippo, "center_values", lambda *_: centred.append(len(starts)))
     monkeypatch.setattr(
         minippo, "ppo_update", lambda _, x, *__: rates.append(x.param_groups[0]["lr"])
     )
     minippo.main(), torch.manual_seed(1), minippo.main()
-    assert torch.equal(seen[0], seen[100]) and len(rates) == 200
+    assert torch.equal(starts[0], starts[101]) and centred == [1, 102] and len(rates) == 200
     assert rates[:100] == pytest.approx([3e-3 * (1 - i / 100) for i in range(100)])

@@ -8,7 +8,7 @@ import random
 import torch
 import torch.nn.functional as F
 
-from minippo import GPT, GPTConfig, RewardModel, response_mask, row_lengths
+from minippo import GPT, GPTConfig, RewardModel, Trunk, response_mask, row_lengths
 
 inf, nan = math.inf, math.nan
 EOS = 10  # of the tiny models: ids 0 .. 9 are ordinary tokens
@@ -43,9 +43,10 @@ def stir(model, size=0.3):
     return model
 
 
-def tiny_gpt(vocab_size=EOS + 1, context=16, layers=2, **more):
-    config = GPTConfig(vocab_size, context, layers, heads=2, channels=8, **more)
-    return stir(GPT(config).double().eval())
+def tiny_gpt(vocab_size=EOS + 1, context=16, layers=2, critic=False, **more):
+    policy = GPT(GPTConfig(vocab_size, context, layers, heads=2, channels=8, **more))
+    policy.critic = Trunk(policy.config) if critic else None
+    return stir(policy.double().eval())
 
 
 def tiny_reward_model(**more):
@@ -70,8 +71,8 @@ def weights(model):
 def gradient(x, model):
     """Of x, with respect to all weights, one after the other; 0 for those that x does not need."""
     parameters = list(model.parameters())
-    found = torch.autograd.grad(x, parameters, retain_graph=True, materialize_grads=True)
-    return torch.cat([g.flatten() for g in found])
+    grads = torch.autograd.grad(x, parameters, retain_graph=True, materialize_grads=True)
+    return torch.cat([g.flatten() for g in grads])
 
 
 def gradients(model):
