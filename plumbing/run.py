@@ -185,7 +185,7 @@ class Run:
         that little of it is padding."""
         places = [divmod(self.step * size + i, len(rows)) for i in range(size)]
         for epoch in {epoch for epoch, _ in places} - self.orders.keys():
-            self.orders[epoch] = order_of(rows, size, [self.config.seed, epoch], length)
+            self.orders[epoch] = order_of(rows, size, self.config.seed, epoch, length)
         return [rows[self.orders[epoch][i]] for epoch, i in places]
 
     # The end of a step, and of the run
@@ -290,17 +290,20 @@ def tensorboard(config):
     return SummaryWriter(config.out / "tensorboard")
 
 
-def order_of(rows, size, seed, length):
+def order_of(rows, size, seed, epoch, length):
     """A random order of the rows, as indices. With length(row): of fifty batches at a time the rows
-    are sorted by length and cut into batches, and then all batches are shuffled."""
-    rng = np.random.default_rng(seed)
+    are sorted by length and cut into batches, and these are shuffled."""
+    rng = np.random.default_rng([seed, epoch])
     order = rng.permutation(len(rows)).tolist()
     if not length:
         return order
-    windows = [order[i : i + 50 * size] for i in range(0, len(rows), 50 * size)]
+    first = -epoch * len(rows) % size  # so many complete the last batch of the pass before
+    first, order = order[:first], order[first:]
+    windows = [order[i : i + 50 * size] for i in range(0, len(order), 50 * size)]
     order = [i for window in windows for i in sorted(window, key=lambda i: length(rows[i]))]
-    batches = [order[i : i + size] for i in range(0, len(rows), size)]
-    return [i for j in rng.permutation(len(batches)) for i in batches[j]]
+    whole = len(order) // size
+    batches = [order[i * size : (i + 1) * size] for i in rng.permutation(whole)]
+    return first + [i for batch in batches for i in batch] + order[whole * size :]
 
 
 def clock(seconds):

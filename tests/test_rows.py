@@ -1,23 +1,13 @@
-"""Files, rows and token ids: data/files.py, data/rows.py, plumbing/rows.py, plumbing/tokenizer.py."""
+"""Files and rows: data/files.py, data/rows.py. Run: python -m pytest tests/test_rows.py"""
 
 import os
-import random
-import time
 
-import numpy as np
 import pytest
 
 from cli import write_rows
 from data import files
 from data.files import UserError
 from data.rows import held_out, load_rows, read_rows
-from plumbing.rows import batch_of, count_tokens, encode_rows, in_parts, pad, pad_completions
-from plumbing.rows import read_prompts, spread_over
-from plumbing.tokenizer import Tokenizer, texts_of
-
-TOKENIZER = Tokenizer.train(["ab ab"], 258)  # bytes, "ab", and the end
-A, B, C, D, E = map(ord, "abcde")
-END = 257
 
 
 def test_a_file_is_written_whole_beside_its_place_or_not_at_all(tmp_path, monkeypatch):
@@ -102,81 +92,3 @@ def test_without_a_val_file_some_prompts_are_held_out_with_all_their_rows(tmp_pa
     assert capsys.readouterr().out.endswith("pref_val.jsonl: 1 rows\n")
     with pytest.raises(UserError, match="too few prompts to hold any out; write a prompts_val"):
         read("prompts")
-
-
-def test_rows_are_encoded_skipped_or_cut_and_what_happened_is_said(tmp_path, capsys):
-    rows = [("", "b"), ("a", "b"), ("cded", "e"), ("cdedc", ""), ("cde", ""), ("cde", "dc")]
-    pairs = [("cde", "d", "de"), ("cde", "dec", "ded"), ("cde", "d", "d"), ("e", "cab", "ab")]
-    got, cde = encode_rows(rows + pairs + rows[1:2], TOKENIZER, 5), [C, D, E]
-    # Prompt and answer apart: together "ab" would be one token.
-    assert got[:3] == [([A], [B, END]), ([C, D, E, D], [E]), (cde, [END])]
-    assert got[3:5] == [(cde, [D, C]), (cde, [D, END], [D, E])]
-    assert got[5:] == [([E], [C, 256, END], [256, END]), got[0]]
-    assert capsys.readouterr().out == (
-        "    2 skipped: the prompt is empty or leaves no room in the context\n"
-        "    2 skipped: the two answers are the same\n    3 cut at the end of the context\n"
-        "    the longest has 7 tokens, the context 5 (train_sft.py --context)\n"
-    )
-    with pytest.raises(UserError, match="no row fits into a context of 5 tokens"):
-        encode_rows(rows[:1], TOKENIZER, 5)
-    write_rows(tmp_path, prompts_val=[("a",)])
-    assert read_prompts(tmp_path, "val", TOKENIZER, 9) == [[A]]
-    for length, says in ((5, False), (6, True)):  # a prompt alone needs room for one token
-        encode_rows([("c",), ("c" * length,)], TOKENIZER, 6)
-        assert ("the longest has 7 tokens" in capsys.readouterr().out) == says
-
-
-def test_rows_stand_at_column_0_padded_on_the_right_with_a_mask_over_the_completion():
-    rows = [([1, 2], [7]), ([3], [8, 9, 10]), ([4, 5, 6], [11, 12])]
-    tokens, mask = pad_completions(rows)
-    assert tokens.tolist() == [[1, 2, 7, 0, 0], [3, 8, 9, 10, 0], [4, 5, 6, 11, 12]]
-    assert mask.int().tolist() == [[0, 1, 0, 0], [1, 1, 1, 0], [0, 0, 1, 1]]
-    assert pad([[1], [2, 3]])[1].tolist() == [1, 2] and count_tokens(rows) == 12
-
-
-def test_in_each_pass_every_row_comes_once_in_the_order_of_seed_and_pass(capsys, monkeypatch):
-    got = [x for step in range(7) for x in batch_of("abcdefg", step, 3, 5)]
-    orders = [np.random.default_rng([5, epoch]).permutation(7) for epoch in range(3)]
-    assert got == ["abcdefg"[i] for i in np.concatenate(orders)]
-    for n, step in ((1, 10), (3, 4), (4, 3), (9, 2), (10, 1), (99, 1)):
-        assert spread_over(list(range(10)), n) == list(range(0, 10, step))
-    # Who waits more than four seconds is told how far it is.
-    times = iter([9, 13, 14, 18, 19, 0, 9, 18])
-    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
-    assert list(in_parts("abcdefg", 2, "answers")) == ["ab", "cd", "ef", "g"]
-    says = "    4 of 7 answers, 4 s left\n    7 of 7 answers, 0 s left\n"
-    assert list(in_parts("abc", 2)) == ["ab", "c"] and capsys.readouterr().out == says
-
-
-def test_any_text_survives_encoding_and_decoding_and_none_gives_the_end_token():
-    texts = ["", "a<|endoftext|>", "it's low, lower\n\n\t  12", "👩\u200d🐝\ufeff\U0010ffff" * 9]
-    texts += ["".join(map(chr, range(i, 0xD800, 99))) for i in range(99)]
-    for learned in ([], texts[:20]):
-        tokenizer = Tokenizer.train(learned, 300)
-        assert tokenizer.vocab_size == tokenizer.eos + 1 == len(set(tokenizer.tokens)) + 1 <= 300
-        for text in texts:
-            ids = tokenizer.encode(text)
-            assert tokenizer.eos not in ids and tokenizer.decode([*ids, tokenizer.eos]) == text
-            assert b"".join(tokenizer.tokens[i] for i in ids) == text.encode()
-
-
-def test_the_most_frequent_pair_is_merged_first_with_ties_the_same_everywhere():
-    text = "".join(random.Random(0).choices("abc ", k=400))
-    learned = "cb|aa| b|ac|ab| c|  | cb| bb| ac|cbb| aa|acb|cc|abc|ccbb|cac|abb|aac"
-    tokens = Tokenizer.train([text[:155], text[155:]], 256 + 20).tokens[256:]
-    assert b"|".join(tokens).decode() == learned  # as if pairs were counted anew for every merge
-    assert len(Tokenizer.train(["abcd"], 300).tokens) == 256  # no pair occurs twice
-    # No token spans two words, which are those of GPT-2.
-    tokens = Tokenizer.train(["it's 12 a-b  c"] * 9, 999).tokens[256:]
-    assert set(tokens) == {b"it", b"'s", b"12", b" 12", b" a", b" c"}
-
-
-def test_tokens_are_spelled_and_prompts_and_responses_read_back():
-    tokenizer = Tokenizer.train([" é é", "\ud83d", "a\ud83db"], 300)  # half a pair is replaced
-    assert tokenizer.decode(tokenizer.encode("a\ud83db")) == "a\N{REPLACEMENT CHARACTER}b"
-    spelled = [tokenizer.spell(i) for i in (tokenizer.eos, 65, 0xC3, *tokenizer.encode(" é"))]
-    assert spelled == ["<eos>", "A", "\\xc3", " é"]
-    pairs = [("Hé", "y"), ("a", "two words"), ("abc", "")]
-    ids = [(tokenizer.encode(a), [*tokenizer.encode(b), tokenizer.eos]) for a, b in pairs]
-    prompts, responses = texts_of(tokenizer, *pad_completions(ids))
-    assert list(zip(prompts, responses)) == pairs
