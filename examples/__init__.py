@@ -1,0 +1,1 @@
+"""To take away: each file is copied or run by itself."""
