@@ -1,7 +1,7 @@
 """RLHF of a causal language model of Hugging Face transformers: a file to copy beside minippo.py.
 
-    pip install "transformers>=5" peft       (peft: for LoRA)
-    python -m examples.with_transformers     (a copy: python with_transformers.py)
+    pip install "transformers>=5.24" peft     (peft: for LoRA)
+    python -m examples.with_transformers      (a copy: python with_transformers.py)
 
 A tiny Llama learns to write capital letters. In main(), put your own in place of
 
@@ -10,37 +10,39 @@ A tiny Llama learns to write capital letters. In main(), put your own in place o
     prompts    texts; lists of ids; or conversations, [{"role": "user", "content": ...}]
     score      text_score(tokenizer, prompts, a function), or classifier_score(a classifier)
     config     missing_eos_penalty=0 for continuations, which need no end
-    rates      of model and value head: 1e-4, 3e-4 for 135 million parameters (LoRA 1e-3, 3e-4)
+    lr         for 135 million parameters 1e-4, head_lr 3e-4, fit 5e-5; LoRA 1e-3; tiny 3e-3
 
-then model.save_pretrained(folder). Scores are printed less PPOConfig's penalties.
+then model.save_pretrained(folder).
 
-SFT           fit(policy, encode_rows(tokenizer, rows), sft_loss, 5e-5); a tiny model: 3e-3
+SFT           fit(policy, encode_rows(tokenizer, rows), sft_loss, lr)
 Reward model  AutoModelForSequenceClassification.from_pretrained(the SFT model's folder,
               num_labels=1, dtype=torch.float32).to("cuda"), then
-              fit(classifier, encode_rows(tokenizer, pairs), rm_loss, 5e-5)
+              fit(classifier, encode_rows(tokenizer, pairs), rm_loss, lr)
 LoRA          a model of peft.get_peft_model(): the reference is the same model, adapter off
 RLOO, GRPO    rloo.Settings(), algorithm=(rloo.compute_advantages, rloo.loss); copy variations/
-Going on      save policy.value_head.state_dict() too; load it into the new policy, and set its
-              reference = reference_of(Policy(the model before RLHF, tokenizer)), with LoRA
-              reference_of(policy). By default it is the policy at the first train().
+Going on      save policy.value_head.state_dict() too; load it into the new policy, and set
+              policy.reference = reference_of(Policy(the SFT model, tokenizer)), with LoRA of
+              policy; by default it is the policy at its first train()
 Memory        bfloat16=True; PPOConfig's micro_batch; model.gradient_checkpointing_enable()
 generate()    of transformers draws from the same distribution only with top_k=0
 """
 
 import copy
-import inspect
 import math
 import random
 import tempfile
 import warnings
+from functools import partial
 from types import SimpleNamespace
 
 import torch
 import transformers
 from torch.nn.utils.rnn import pad_sequence
+from torch.optim.lr_scheduler import LambdaLR
 
 import minippo
 from minippo import PPOConfig, evaluate_actions, gather_logprobs
+
 
 PPO = minippo.compute_advantages, minippo.ppo_loss
 
@@ -50,22 +52,18 @@ def refuse(wrong, message):
         raise ValueError(message)
 
 
-# The policy
-
-
 def base(model):  # below an adapter of peft
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def last_hidden(model, tokens, **more):
+def last_hidden(model, tokens, use_cache=False, **more):
     """What the head reads, (B, T, C): without dropout, with gradient checkpoints if they are on."""
     for layer in model.eval().modules():
         layer.training = torch.is_grad_enabled() and getattr(layer, "gradient_checkpointing", False)
-        rates = {
-            name: 0.0 for name, x in vars(layer).items() if "drop" in name and type(x) is float
-        }
-        vars(layer).update(rates)
-    return base(model).base_model(tokens, **more).last_hidden_state
+        for name in vars(layer):
+            if "drop" in name and isinstance(vars(layer)[name], float):
+                vars(layer)[name] = 0.0
+    return base(model).base_model(tokens, use_cache=use_cache, **more).last_hidden_state
 
 
 class Policy(torch.nn.Module):
@@ -77,15 +75,15 @@ class Policy(torch.nn.Module):
         self.model, self.tokenizer, self.bfloat16, self.reference = model, tokenizer, bfloat16, None
         self.lm_head, eos = base(model).get_output_embeddings(), tokenizer.eos_token_id
         self.value_head = torch.nn.Linear(self.lm_head.weight.shape[1], 1, device=model.device)
-        torch.nn.init.zeros_(self.value_head.weight)  # values start alike; center_values says where
+        torch.nn.init.zeros_(self.value_head.weight)  # center_values() sets the bias
         self.config = SimpleNamespace(eos=eos)
         refuse(eos is None, "the tokenizer has no end token: set tokenizer.eos_token")
         if (ends := model.generation_config.eos_token_id) not in (None, eos, [eos]):
             warnings.warn(f"only token {eos} ends a response, not all of {ends}", stacklevel=2)
 
-    def hidden(self, tokens, read, use_cache=False, **more):
+    def hidden(self, tokens, read, **more):
         with torch.autocast(tokens.device.type, torch.bfloat16, self.bfloat16):
-            hidden = last_hidden(self.model, tokens, use_cache=use_cache, **more)[read]
+            hidden = last_hidden(self.model, tokens, **more)[read]
         return [hidden.to(head.weight.dtype) for head in (self.lm_head, self.value_head)]
 
 
@@ -106,65 +104,62 @@ def pad(rows, device):
 
 
 def compare(policy, nats, logprobs):
-    exact = policy.model.dtype.itemsize > 2 and not policy.bfloat16
-    gap = (nats - logprobs).abs().mean().item()
-    why = "the model changes logits after the head (Gemma-2, Cohere, Granite), tunes a prompt, "
-    why += "has dropout in its config, is wrapped, or cannot pad on the left"
-    refuse(not gap < (1e-3 if exact else 0.05), f"log pi is {gap:.2g} nats off: {why}")
+    gap, half = (nats - logprobs).abs().mean().item(), policy.model.dtype.itemsize < 4
+    why = "logits change after the head (Gemma-2, Cohere, Granite), by dropout, a tuned prompt, "
+    why += f"a wrapper or left padding: log pi is {gap:.2g} nats off"
+    refuse(not gap < (0.05 if half or policy.bfloat16 else 1e-3), why)
 
 
 @torch.no_grad()
 def sample(policy, prompts, max_new_tokens, temperature=1.0):
-    """minippo.generate for a Policy. Prompts are padded on the left: all responses begin in one
-    column. No generation_config has an effect."""
-    device, body = policy.value_head.weight.device, base(policy.model).base_model
-    rows = [torch.tensor(ids, device=device) for ids in prompts]
+    """minippo.generate for a Policy. Prompts are padded on the left; no generation_config acts."""
+    rows = [torch.tensor(ids, device=policy.value_head.weight.device) for ids in prompts]
     new = pad_sequence(rows, True, padding_side="left")
     text = pad_sequence([torch.ones_like(x) for x in rows], True, padding_side="left")
-    ended, lengths, nats, drawn = torch.zeros_like(text[:, 0]).bool(), 0, 0.0, []
-    names = inspect.signature(body.forward).parameters  # "cache" since transformers 5.24
-    more = {
-        "cache" if "cache" in names else "past_key_values": transformers.DynamicCache(
-            config=body.config
-        )
-    }
-    while len(drawn) < max_new_tokens and not ended.all():
-        more["position_ids"] = (text.cumsum(1) - 1).clamp(min=0)[:, -new.shape[1] :]
-        hidden, _ = policy.hidden(new, (slice(None), -1), True, attention_mask=text, **more)
-        logits = minippo.at_least_float32(policy.lm_head(hidden))
-        token = minippo.draw(logits / temperature)
-        nats += gather_logprobs(logits, token, temperature) * ~ended
-        lengths += ~ended
-        ended = ended | (token == policy.config.eos)
-        drawn.append(token)
-        new, text = token[:, None], torch.cat([text, text[:, -1:]], 1)
-    responses = zip(torch.stack(drawn, 1).tolist(), lengths.tolist())
-    tokens, mask = pad([(x, ids[:n]) for x, (ids, n) in zip(prompts, responses)], device)
+    drawn, nats, inside = [], [], [torch.ones_like(text[:, 0]).bool()]
+    cache = transformers.DynamicCache(config=base(policy.model).config)
+    while len(drawn) < max_new_tokens and inside[-1].any():
+        more = {"position_ids": (text.cumsum(1) - 1).clamp(min=0)[:, -new.shape[1] :]}
+        more |= {"attention_mask": text, "use_cache": True, "cache": cache}
+        logits = policy.lm_head(policy.hidden(new, (slice(None), -1), **more)[0]).float()
+        drawn.append(minippo.draw(logits / temperature))
+        nats.append(gather_logprobs(logits, drawn[-1], temperature))
+        inside.append(inside[-1] & (drawn[-1] != policy.config.eos))
+        new, text = drawn[-1][:, None], torch.cat([text, text[:, -1:]], 1)
+    drawn, nats, inside = (torch.stack(x[: len(drawn)], 1) for x in (drawn, nats, inside))
+    responses = [ids[keep].tolist() for ids, keep in zip(drawn, inside)]
+    tokens, mask = pad([*zip(prompts, responses)], drawn.device)
     logprobs, values, _ = evaluate_actions(policy, tokens, mask, temperature)
-    compare(policy, nats / lengths, logprobs.sum(1) / lengths)  # the ratio would not show it
+    compare(policy, nats[inside], logprobs[mask])  # the ratio would not show it
     return tokens, mask, logprobs, values
 
 
-def check(model, prompts, longest):
-    """ValueError before a training that would go wrong in silence, or could not be saved."""
+def check(model, prompts, longest, new=False):
+    """ValueError if training would go wrong in silence. new: the reference is the policy itself."""
     inner = model.model if isinstance(model, Policy) else model
     sizes = [p.dtype.itemsize for p in inner.parameters() if p.requires_grad]
     autocast = torch.is_autocast_enabled(inner.device.type)
     context = getattr(inner.config, "max_position_embeddings", longest)
-    refuse(autocast, "leave torch.autocast: it keeps old weights. Policy has bfloat16=True")
-    refuse(not sizes, "no weight is trainable: model.requires_grad_(True); LoRA: is_trainable=True")
-    refuse(min(sizes) < 4, "weights of 16 bits take no small steps: load with dtype=torch.float32")
-    refuse(not all(prompts), "a prompt is empty: it needs a token, if only the end token")
+    refuse(autocast, "leave autocast, which keeps old weights: use Policy's bfloat16")
+    refuse(not sizes, "no weight is trainable: use requires_grad_() or is_trainable=True")
+    refuse(min(sizes) < 4, "16 bits take no small steps: load with dtype=torch.float32")
+    refuse(not all(prompts), "a prompt is empty: give it a token")
     refuse(longest > context, f"a row of {longest} tokens exceeds the context, {context}: cut it")
-    if isinstance(model, Policy):
-        with tempfile.TemporaryDirectory() as folder:
-            base(inner).generation_config.save_pretrained(folder)
-        exact = copy.copy(model)
-        exact.bfloat16 = False
-        tokens, mask, _, _ = sample(exact, [x[: 2 * i + 1] for i, x in enumerate(prompts[:8])], 8)
-        with torch.no_grad():
-            nats = gather_logprobs(inner(tokens).logits[:, -tokens.shape[1] : -1], tokens[:, 1:])
-        compare(exact, nats[mask], evaluate_actions(exact, tokens, mask)[0][mask])
+    if inner is model:
+        return
+    with tempfile.TemporaryDirectory() as folder:  # fails now, not after the training
+        base(inner).generation_config.save_pretrained(folder)
+    exact, prompts = copy.copy(model), [x[: 2 * i + 1] for i, x in enumerate(prompts[:8])]
+    exact.bfloat16 = False
+    tokens, mask, _, _ = sample(exact, prompts, 8)
+    with torch.no_grad():
+        nats = gather_logprobs(inner(tokens).logits[:, -tokens.shape[1] : -1], tokens[:, 1:])
+    compare(exact, nats[mask], evaluate_actions(exact, tokens, mask)[0][mask])
+    if model.reference:
+        nats, ref = (evaluate_actions(x, tokens, mask)[0] for x in (model, model.reference))
+        refuse(ref.requires_grad, "the reference is trained: freeze all but the adapter, no bias")
+        moved = new and (nats - ref).abs().max() > 1e-3
+        refuse(moved, "the adapter is not new: model = model.merge_and_unload(), then add one")
 
 
 # Texts: the tokens that are trained and the text that the reward sees are what was sampled
@@ -174,25 +169,22 @@ def encode(tokenizer, prompt):
     """A text, a conversation or ids -> ids."""
     ids, bos = prompt, tokenizer.bos_token_id
     if isinstance(prompt, str):
-        ids = tokenizer(prompt)["input_ids"]  # with the token that begins a text, if there is one
+        ids = tokenizer(prompt)["input_ids"]  # with the token for the beginning
         if tokenizer("a")["input_ids"][-1] == tokenizer.eos_token_id:
-            ids = ids[:-1]  # T5 adds an end, too
+            ids = ids[:-1]  # T5 adds an end
     elif prompt and isinstance(prompt[0], dict):
         ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
-    twice = bos is not None and ids[:2] == [bos, bos]
-    refuse(twice, f"token {bos} begins {prompt!r} twice: leave it to the tokenizer")
+    refuse(ids[:2] == [bos, bos], f"token {bos} begins {prompt!r} twice: leave one out")
     return ids
 
 
 def encode_rows(tokenizer, rows):
     """(prompt, completion, ...) -> the same as ids; a completion, a text, gets its end token."""
-    end = tokenizer.eos_token_id
+    plain, end = partial(tokenizer, add_special_tokens=False), tokenizer.eos_token_id
 
     def ids(text):
         for mark in "|a\n":  # at the beginning of a text, some tokenizers add a space
-            a, b = (
-                tokenizer(x, add_special_tokens=False)["input_ids"] for x in (mark, mark + text)
-            )
+            a, b = plain(mark)["input_ids"], plain(mark + text)["input_ids"]
             if b[: len(a)] == a:
                 return b[len(a) :] + [end] * (b[-1] != end)
         raise ValueError(f"{text!r} merges with what is before it: put ids into the rows")
@@ -205,7 +197,8 @@ def encode_rows(tokenizer, rows):
 
 def text_score(tokenizer, prompts, reward):
     """reward(prompts, responses), B of these prompts as they are and B texts, gives B numbers."""
-    by_ids, tidy = {}, {"clean_up_tokenization_spaces": False}
+    decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+    by_ids = {}
     for prompt in prompts:
         other = by_ids.setdefault(tuple(encode(tokenizer, prompt)), prompt) != prompt
         refuse(other, f"another prompt has the same tokens as {prompt!r}: leave one out")
@@ -214,11 +207,11 @@ def text_score(tokenizer, prompts, reward):
         originals, texts = [], []
         for row, inside in zip(tokens, mask):
             ids = row[: inside.int().argmax() + 1].tolist()
-            start = tokenizer.decode(ids, **tidy)
+            start = decode(ids)
             refuse(tuple(ids) not in by_ids, f"text_score() was not told of the prompt {start!r}")
             originals.append(by_ids[tuple(ids)])
             ids += [i for i in row[1:][inside].tolist() if i != tokenizer.eos_token_id]
-            texts.append(tokenizer.decode(ids, **tidy)[len(start) :])  # alone, it may lose a space
+            texts.append(decode(ids)[len(start) :])  # a response alone may lose a space
         scores = torch.as_tensor(reward(originals, texts), dtype=torch.float32)
         wrong = scores.shape != (len(texts),) or not scores.isfinite().all()
         refuse(wrong, f"the reward should give {len(texts)} finite numbers, not {scores}")
@@ -230,11 +223,11 @@ def text_score(tokenizer, prompts, reward):
 def classifier_score(classifier):
     """Of a decoder with the policy's vocabulary and one label, at the last token."""
     wrong = classifier.config.num_labels != 1 or not hasattr(classifier, "score")
-    refuse(wrong, "a classifier needs num_labels=1 and a head `score`; others go into text_score")
+    refuse(wrong, "a classifier needs num_labels=1 and a head `score`")
 
     def score(tokens, mask):
-        hidden, rows = last_hidden(classifier, tokens, use_cache=False), torch.arange(len(mask))
-        return classifier.score(hidden[rows, minippo.row_lengths(mask) - 1]).squeeze(1).float()
+        last = torch.arange(len(mask)), minippo.row_lengths(mask) - 1
+        return classifier.score(last_hidden(classifier, tokens)[last]).squeeze(1).float()
 
     return score
 
@@ -246,8 +239,7 @@ def adam(groups, steps):
     """Adam for (module, learning rate); the rates climb in 5 steps, then they fall to 0."""
     groups = [{"params": module.parameters(), "lr": lr} for module, lr in groups]
     optimizer = torch.optim.Adam(groups, fused=True)
-    share = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda i: min((i + 1) / 5, 1 - i / steps))
-    return optimizer, share
+    return optimizer, LambdaLR(optimizer, lambda i: min((i + 1) / 5, 1 - i / steps))
 
 
 def sft_loss(policy, rows):
@@ -260,7 +252,7 @@ def rm_loss(classifier, pairs):
     """(prompt, chosen, rejected) as ids -> the Bradley-Terry loss."""
     rows = [(prompt, answer) for prompt, *answers in pairs for answer in answers]
     scores = classifier_score(classifier)(*pad(rows, classifier.device))
-    return minippo.reward_model_loss(*scores.view(-1, 2).unbind(1))[0]
+    return minippo.reward_model_loss(scores[::2], scores[1::2])[0]
 
 
 def fit(model, rows, loss_of, lr, batch_size=16):
@@ -281,40 +273,36 @@ def fit(model, rows, loss_of, lr, batch_size=16):
 def next_batch(policy, prompts, score, config, batch_size):
     """minippo.rollout for random prompts, at most micro_batch responses at once, joined."""
     k, n, ref = config.k, config.micro_batch or batch_size, policy.reference
-    prompts = [x for x in random.choices(prompts, k=batch_size // k) for _ in range(k)]
-    pieces = [prompts[i : i + n] for i in range(0, batch_size, n)]
-    pieces = [minippo.rollout(policy, ref, score, x, config, sample) for x in pieces]
-    rows = {name: [row for x in pieces for row in x[name]] for name in pieces[0]}
-    return {
-        name: pad_sequence(x, True) if x[0].dim() else torch.stack(x) for name, x in rows.items()
-    }
+    rows = [ids for ids in random.choices(prompts, k=batch_size // k) for _ in range(k)]
+    rows = [rows[i : i + n] for i in range(0, batch_size, n)]
+    pieces = [minippo.rollout(policy, ref, score, x, config, sample) for x in rows]
+    batch = {name: [row for x in pieces for row in x[name]] for name in pieces[0]}
+    for name, x in batch.items():
+        batch[name] = pad_sequence(x, True) if x[0].dim() else torch.stack(x)
+    return batch
 
 
-def check_first(policy, batch, config, new):
-    """Before the first update: reference and scale. new: the reference is the policy as it is."""
+def check_scale(policy, batch, config):
+    """Rewards, without penalties, suit PPOConfig if they have about standard deviation 1."""
     tokens, mask, scores = batch["tokens"], batch["mask"], batch["scores"]
-    moved = new and minippo.batch_metrics(batch, config)["kl_k3"] > 1e-3
-    refuse(moved, "the adapter is not new: model = model.merge_and_unload(), then add one")
-    shared = evaluate_actions(policy.reference, tokens[:1], mask[:1])[0].requires_grad
-    refuse(shared, "the reference would be trained: freeze all but the adapter, bias='none'")
     penalty, _ = minippo.score_responses(lambda *_: 0, tokens, mask, config, policy.config.eos)
-    if (std := (scores - penalty).std().item()) > 1e-6 * scores.abs().max():
-        if scale := round(math.log10(std)):
-            print(f"standard deviation of the scores {std:.2g}: divide the reward by 1e{scale}")
+    std = (scores - penalty).std().item()
+    if std > 1e-6 * scores.abs().max() and (power := round(math.log10(std))):
+        print(f"the standard deviation of the scores is {std:.2g}: divide the reward by 1e{power}")
 
 
 def train(policy, prompts, score, config, lr, head_lr, steps=50, batch_size=64, algorithm=PPO):
     """PPO for some iterations, in place -> what minippo.batch_metrics says of each batch."""
     compute_advantages, loss, log = *algorithm, []
-    prompts = [encode(policy.tokenizer, prompt) for prompt in prompts]
-    check(policy, prompts, max(map(len, prompts)) + config.max_new_tokens)
     wrong = batch_size % config.k or batch_size < max(config.k, config.minibatches)
     refuse(wrong, f"batch_size {batch_size}: take a multiple of k, and at least minibatches")
     if new := policy.reference is None:
         policy.reference = reference_of(policy)
+    prompts = [encode(policy.tokenizer, prompt) for prompt in prompts]
+    check(policy, prompts, max(map(len, prompts)) + config.max_new_tokens, new)
     optimizer, schedule = adam([(policy.model, lr), (policy.value_head, head_lr)], steps)
     batch = next_batch(policy, prompts, score, config, batch_size)
-    check_first(policy, batch, config, new)
+    check_scale(policy, batch, config)
     minippo.center_values(policy, batch)
     for step in range(steps):
         batch = next_batch(policy, prompts, score, config, batch_size)
@@ -323,8 +311,8 @@ def train(policy, prompts, score, config, lr, head_lr, steps=50, batch_size=64, 
         minippo.ppo_update(policy, optimizer, batch, config, loss)
         schedule.step()
         if step % 5 == 0 or step + 1 == steps:
-            watch = "  ".join(f"{x} {log[-1][x]:.2f}" for x in ("score", "kl", "eos_rate"))
             row = batch["tokens"][0, : minippo.row_lengths(batch["mask"])[0]]
+            watch = "score {score:.2f}  kl {kl:.2f}".format(**log[-1])
             print(f"iteration {step + 1}  {watch}  {policy.tokenizer.decode(row)!r}", flush=True)
     return log
 
@@ -332,9 +320,9 @@ def train(policy, prompts, score, config, lr, head_lr, steps=50, batch_size=64, 
 def main(seed=0):
     transformers.set_seed(seed)
     tokenizer = transformers.ByT5Tokenizer(extra_ids=0)  # a token is a byte
-    shape = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 128}
-    shape |= {"num_hidden_layers": 2, "num_attention_heads": 2, "eos_token_id": 1}
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+    shape = {"vocab_size": 259, "hidden_size": 64, "intermediate_size": 128, "eos_token_id": 1}
+    config = transformers.LlamaConfig(num_hidden_layers=2, num_attention_heads=2, **shape)
+    model = transformers.LlamaForCausalLM(config)
 
     def reward(prompts, responses):
         return [sum("A" <= letter <= "Z" for letter in text) / 2 for text in responses]

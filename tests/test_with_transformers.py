@@ -2,6 +2,7 @@
 python -m pytest tests/test_with_transformers.py (needs transformers; peft for LoRA)"""
 
 import copy
+import random
 import warnings
 from functools import partial
 from types import SimpleNamespace
@@ -81,10 +82,6 @@ def test_a_row_is_a_prompt_its_response_and_padding_whatever_the_model_would_gen
     expected = evaluate_actions(policy, tokens, mask, 0.3)
     assert torch.equal(logprobs, expected[0]) and torch.equal(values, expected[1])
     assert expected[0].requires_grad and not logprobs.requires_grad
-    # k1 and k3 against any other model agree on average only if no token is cut off.
-    other = torch.log_softmax(torch.randn(EOS + 1), -1)[tokens[:, 1:]]
-    k1, k3 = minippo.kl_per_response(logprobs, other, mask)
-    assert abs(k1.mean() - k3.mean()) < 5 * (k1 - k3).std() / len(k1) ** 0.5
 
 
 def alone(policy, tokens, mask, temperature):
@@ -106,14 +103,14 @@ def test_numbers_and_gradient_are_those_of_the_model_for_each_row_alone(
 ):
     def check(x, expected):
         off = (x - expected).norm() / expected.norm()
-        assert 1e-4 < off < 0.05 if bfloat16 else (x - expected).abs().max() < 1e-5
+        assert 1e-4 < off < 0.1 if bfloat16 else (x - expected).abs().max() < 1e-5
 
     config = PPOConfig(8, 0.7, clip_eps=inf, value_clip=inf, micro_batch=micro_batch)
     config.minibatches, config.max_grad_norm = 1, inf
     policy, drawn = tiny_policy(kind, bfloat16), []
     policy.reference, draw = stir(minippo.frozen_copy(policy), 0.05), minippo.draw
     monkeypatch.setattr(minippo, "draw", lambda x: drawn.append(x * 0.7) or draw(x))
-    policy.train()
+    policy.train(), random.seed(0)
     batch = hf.next_batch(policy, PROMPTS, last_token, config, 16)
     assert not torch.equal(drawn[0], drawn[0].bfloat16().float())  # the head's numbers are float32
     assert len(drawn[0]) == (micro_batch or 16) and len(batch["tokens"]) == 16
@@ -194,6 +191,11 @@ def norms(model):
     return model
 
 
+def dropping(model):  # wherever it is set, if only where there are gradients
+    model.model.norm.register_forward_hook(lambda *x: F.dropout(x[2], 0.5, torch.is_grad_enabled()))
+    return model
+
+
 def lower_case(text, **_):  # a tokenizer that puts a token before the text, like Llama's
     return {"input_ids": [5, *text.lower().encode()]}
 
@@ -204,17 +206,17 @@ REFUSED = [
     ("Cohere", lambda: run(tiny("Cohere"))),
     ("Granite", lambda: run(tiny("Granite", logits_scaling=8.0))),
     (
-        "tunes a prompt",
+        "a tuned prompt",
         lambda: run(with_peft(tiny(), "PromptTuningConfig", "CAUSAL_LM", num_virtual_tokens=2)),
     ),
-    ("has dropout", lambda: dropout_of_falcon()),
+    ("by dropout", lambda: run(dropping(tiny()))),
     ("16 bits", lambda: run(tiny().bfloat16())),
     ("autocast", lambda: autocast(run)),
     ("autocast", lambda: autocast(fit)),
     ("no weight is trainable", lambda: run(tiny().requires_grad_(False))),
     ("no weight is trainable", lambda: fit(tiny().requires_grad_(False))),
-    ("the reference would be trained", lambda: run(lora(tiny("GPT2"), bias="all"))),
-    ("the reference would be trained", lambda: run(norms(lora(tiny())))),
+    ("the reference is trained", lambda: run(lora(tiny("GPT2"), bias="all"))),
+    ("the reference is trained", lambda: run(norms(lora(tiny())))),
     ("end token", lambda: hf.Policy(tiny(), SimpleNamespace(eos_token_id=None))),
     ("a prompt is empty", lambda: run(tiny(), prompts=[[1], []])),
     ("exceeds the context, 53", lambda: run(tiny(max_position_embeddings=53))),
@@ -234,12 +236,6 @@ REFUSED = [
 ]
 
 
-def dropout_of_falcon():
-    model = tiny("Falcon", hidden_dropout=0.5, alibi=False)
-    model.gradient_checkpointing_enable()
-    run(model)
-
-
 @pytest.mark.parametrize("why, do", REFUSED)
 def test_what_would_go_wrong_in_silence_is_refused(why, do):
     with pytest.raises((ValueError, FloatingPointError), match=why):
@@ -247,7 +243,10 @@ def test_what_would_go_wrong_in_silence_is_refused(why, do):
 
 
 def test_what_is_right_is_not_refused():
-    run(changed(top_k=7)), run(tiny(max_position_embeddings=54, size=0.5))  # rounding
+    (
+        run(changed(do_sample=True, top_k=7)),
+        run(tiny(max_position_embeddings=54, size=0.5)),
+    )  # rounding
     run(lora(tiny().bfloat16()))
     fit(tiny(), 63), fit(CLASSIFIER(), 63)
 
