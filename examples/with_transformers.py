@@ -16,13 +16,12 @@ then model.save_pretrained(folder).
 
 SFT           fit(policy, encode_rows(tokenizer, rows), sft_loss, lr)
 Reward model  AutoModelForSequenceClassification.from_pretrained(the SFT model's folder,
-              num_labels=1, dtype=torch.float32).to("cuda"), then
+              num_labels=1, dtype=torch.float32).to("cuda"), and
               fit(classifier, encode_rows(tokenizer, pairs), rm_loss, lr)
-LoRA          a model of peft.get_peft_model(): the reference is the same model, adapter off
+LoRA          a model of peft.get_peft_model(); the reference is the model without the adapter
 RLOO, GRPO    rloo.Settings(), algorithm=(rloo.compute_advantages, rloo.loss); copy variations/
-Going on      save policy.value_head.state_dict() too; load it into the new policy, and set
-              policy.reference = reference_of(Policy(the SFT model, tokenizer)), with LoRA of
-              policy; by default it is the policy at its first train()
+Going on      save policy.value_head.state_dict(), too; load it, and set policy.reference =
+              reference_of(Policy(the SFT model, tokenizer)), or reference_of(policy) with LoRA
 Memory        bfloat16=True; PPOConfig's micro_batch; model.gradient_checkpointing_enable()
 generate()    of transformers draws from the same distribution only with top_k=0
 """
@@ -57,8 +56,8 @@ def base(model):  # below an adapter of peft
 
 
 def last_hidden(model, tokens, use_cache=False, **more):
-    """What the head reads, (B, T, C): without dropout, with gradient checkpoints if they are on."""
-    for layer in model.eval().modules():
+    """What a head reads, (B, T, C). No dropout; gradient checkpoints where they are on."""
+    for layer in model.modules():
         layer.training = torch.is_grad_enabled() and getattr(layer, "gradient_checkpointing", False)
         for name in vars(layer):
             if "drop" in name and isinstance(vars(layer)[name], float):
@@ -67,8 +66,8 @@ def last_hidden(model, tokens, use_cache=False, **more):
 
 
 class Policy(torch.nn.Module):
-    """A causal language model with what evaluate_actions asks for: lm_head, value_head, hidden().
-    bfloat16: of matrix products below the heads; the weights that are trained stay float32."""
+    """What evaluate_actions asks for: lm_head, value_head, hidden(). bfloat16: of matrix products
+    below the heads; the weights stay float32. reference: by default the policy at first train()."""
 
     def __init__(self, model, tokenizer, bfloat16=False):
         super().__init__()
@@ -105,9 +104,9 @@ def pad(rows, device):
 
 def compare(policy, nats, logprobs):
     gap, half = (nats - logprobs).abs().mean().item(), policy.model.dtype.itemsize < 4
-    why = "logits change after the head (Gemma-2, Cohere, Granite), by dropout, a tuned prompt, "
-    why += f"a wrapper or left padding: log pi is {gap:.2g} nats off"
-    refuse(not gap < (0.05 if half or policy.bfloat16 else 1e-3), why)
+    why = "a change after the head (Gemma-2, Cohere, Granite), dropout, a tuned prompt, a wrapper"
+    wrong = not gap < (0.05 if half or policy.bfloat16 else 1e-3)
+    refuse(wrong, f"log pi is {gap:.2g} nats off: {why} or padding on the left")
 
 
 @torch.no_grad()
@@ -135,12 +134,12 @@ def sample(policy, prompts, max_new_tokens, temperature=1.0):
 
 
 def check(model, prompts, longest, new=False):
-    """ValueError if training would go wrong in silence. new: the reference is the policy itself."""
+    """Before a training. new: the reference is the policy itself."""
     inner = model.model if isinstance(model, Policy) else model
     sizes = [p.dtype.itemsize for p in inner.parameters() if p.requires_grad]
     autocast = torch.is_autocast_enabled(inner.device.type)
     context = getattr(inner.config, "max_position_embeddings", longest)
-    refuse(autocast, "leave autocast, which keeps old weights: use Policy's bfloat16")
+    refuse(autocast, "leave torch.autocast: use Policy's bfloat16")
     refuse(not sizes, "no weight is trainable: use requires_grad_() or is_trainable=True")
     refuse(min(sizes) < 4, "16 bits take no small steps: load with dtype=torch.float32")
     refuse(not all(prompts), "a prompt is empty: give it a token")
@@ -159,7 +158,7 @@ def check(model, prompts, longest, new=False):
         nats, ref = (evaluate_actions(x, tokens, mask)[0] for x in (model, model.reference))
         refuse(ref.requires_grad, "the reference is trained: freeze all but the adapter, no bias")
         moved = new and (nats - ref).abs().max() > 1e-3
-        refuse(moved, "the adapter is not new: model = model.merge_and_unload(), then add one")
+        refuse(moved, "the adapter is not new: model.merge_and_unload(), then a new one")
 
 
 # Texts: the tokens that are trained and the text that the reward sees are what was sampled
@@ -187,7 +186,7 @@ def encode_rows(tokenizer, rows):
             a, b = plain(mark)["input_ids"], plain(mark + text)["input_ids"]
             if b[: len(a)] == a:
                 return b[len(a) :] + [end] * (b[-1] != end)
-        raise ValueError(f"{text!r} merges with what is before it: put ids into the rows")
+        raise ValueError(f"{text!r} merges with a prompt: write its ids")
 
     return [(encode(tokenizer, prompt), *map(ids, texts)) for prompt, *texts in rows]
 
@@ -201,14 +200,14 @@ def text_score(tokenizer, prompts, reward):
     by_ids = {}
     for prompt in prompts:
         other = by_ids.setdefault(tuple(encode(tokenizer, prompt)), prompt) != prompt
-        refuse(other, f"another prompt has the same tokens as {prompt!r}: leave one out")
+        refuse(other, f"leave {prompt!r} out: another prompt has its tokens")
 
     def score(tokens, mask):
         originals, texts = [], []
         for row, inside in zip(tokens, mask):
             ids = row[: inside.int().argmax() + 1].tolist()
             start = decode(ids)
-            refuse(tuple(ids) not in by_ids, f"text_score() was not told of the prompt {start!r}")
+            refuse(tuple(ids) not in by_ids, f"text_score() was not given {start!r}")
             originals.append(by_ids[tuple(ids)])
             ids += [i for i in row[1:][inside].tolist() if i != tokenizer.eos_token_id]
             texts.append(decode(ids)[len(start) :])  # a response alone may lose a space
@@ -236,14 +235,14 @@ def classifier_score(classifier):
 
 
 def adam(groups, steps):
-    """Adam for (module, learning rate); the rates climb in 5 steps, then they fall to 0."""
+    """For (module, learning rate); the rates climb in 5 steps, then fall to 0."""
     groups = [{"params": module.parameters(), "lr": lr} for module, lr in groups]
     optimizer = torch.optim.Adam(groups, fused=True)
     return optimizer, LambdaLR(optimizer, lambda i: min((i + 1) / 5, 1 - i / steps))
 
 
 def sft_loss(policy, rows):
-    """(prompt, completion) as ids -> the mean of -log pi over the completions' tokens."""
+    """(prompt, completion) as ids -> the mean of -log pi of the completions."""
     tokens, mask = pad(rows, policy.model.device)
     return -minippo.masked_mean(evaluate_actions(policy, tokens, mask)[0], mask)
 
@@ -271,7 +270,7 @@ def fit(model, rows, loss_of, lr, batch_size=16):
 
 
 def next_batch(policy, prompts, score, config, batch_size):
-    """minippo.rollout for random prompts, at most micro_batch responses at once, joined."""
+    """minippo.rollout for random prompts, in pieces of micro_batch, joined."""
     k, n, ref = config.k, config.micro_batch or batch_size, policy.reference
     rows = [ids for ids in random.choices(prompts, k=batch_size // k) for _ in range(k)]
     rows = [rows[i : i + n] for i in range(0, batch_size, n)]
@@ -283,11 +282,12 @@ def next_batch(policy, prompts, score, config, batch_size):
 
 
 def check_scale(policy, batch, config):
-    """Rewards, without penalties, suit PPOConfig if they have about standard deviation 1."""
-    tokens, mask, scores = batch["tokens"], batch["mask"], batch["scores"]
-    penalty, _ = minippo.score_responses(lambda *_: 0, tokens, mask, config, policy.config.eos)
-    std = (scores - penalty).std().item()
-    if std > 1e-6 * scores.abs().max() and (power := round(math.log10(std))):
+    """PPOConfig suits scores, before penalties, with standard deviation 1."""
+    row, eos = (batch["tokens"], batch["mask"]), policy.config.eos
+    scores = batch["scores"] - minippo.score_responses(lambda *_: 0, *row, config, eos)[0]
+    if (std := scores.std().item()) > 1e-6 * scores.abs().max() and (
+        power := round(math.log10(std))
+    ):
         print(f"the standard deviation of the scores is {std:.2g}: divide the reward by 1e{power}")
 
 
@@ -327,9 +327,9 @@ def main(seed=0):
     def reward(prompts, responses):
         return [sum("A" <= letter <= "Z" for letter in text) / 2 for text in responses]
 
-    prompts = ["A bee", "What does a zebra eat?", "Hello"]
-    policy, score = Policy(model, tokenizer), text_score(tokenizer, prompts, reward)
-    return train(policy, prompts, score, PPOConfig(max_new_tokens=16), lr=3e-3, head_lr=3e-2)
+    prompts, config = ["A bee", "What does a zebra eat?", "Hello"], PPOConfig(max_new_tokens=16)
+    score = text_score(tokenizer, prompts, reward)
+    return train(Policy(model, tokenizer), prompts, score, config, lr=3e-3, head_lr=3e-2)
 
 
 if __name__ == "__main__":
