@@ -191,6 +191,11 @@ def norms(model):
     return model
 
 
+def checkpointed(model):
+    model.gradient_checkpointing_enable()
+    return model
+
+
 def dropping(model):  # wherever it is set, if only where there are gradients
     model.model.norm.register_forward_hook(lambda *x: F.dropout(x[2], 0.5, torch.is_grad_enabled()))
     return model
@@ -247,7 +252,7 @@ def test_what_is_right_is_not_refused():
         run(changed(do_sample=True, top_k=7)),
         run(tiny(max_position_embeddings=54, size=0.5)),
     )  # rounding
-    run(lora(tiny().bfloat16()))
+    run(lora(checkpointed(tiny().bfloat16()))), run(checkpointed(tiny("OPT")))
     fit(tiny(), 63), fit(CLASSIFIER(), 63)
 
 
