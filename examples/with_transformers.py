@@ -233,9 +233,6 @@ def classifier_score(classifier):
     return score
 
 
-# The three stages
-
-
 def adam(groups, steps):
     """For (module, learning rate); the rates climb in 5 steps, then fall to 0."""
     groups = [{"params": module.parameters(), "lr": lr} for module, lr in groups]
