@@ -19,7 +19,7 @@ Reward model  AutoModelForSequenceClassification.from_pretrained(the SFT model's
               num_labels=1, dtype=torch.float32).to("cuda"), and
               fit(classifier, encode_rows(tokenizer, pairs), rm_loss, lr)
 LoRA          a model of peft.get_peft_model(); the reference is the model without the adapter
-RLOO, GRPO    rloo.Settings(), algorithm=(rloo.compute_advantages, rloo.loss); copy variations/
+RLOO, GRPO    Settings and algorithm=(compute_advantages, loss) of variations/rloo.py
 Going on      save policy.value_head.state_dict(), too; load it, and set policy.reference =
               reference_of(Policy(the SFT model, tokenizer)), or reference_of(policy) with LoRA
 Memory        bfloat16=True; PPOConfig's micro_batch; model.gradient_checkpointing_enable()
@@ -269,15 +269,11 @@ def fit(model, rows, loss_of, lr, batch_size=16):
 
 
 def next_batch(policy, prompts, score, config, batch_size):
-    """minippo.rollout for random prompts, in pieces of micro_batch, joined."""
-    k, n, ref = config.k, config.micro_batch or batch_size, policy.reference
-    rows = [ids for ids in random.choices(prompts, k=batch_size // k) for _ in range(k)]
-    rows = [rows[i : i + n] for i in range(0, batch_size, n)]
-    pieces = [minippo.rollout(policy, ref, score, x, config, sample) for x in rows]
-    batch = {name: [row for x in pieces for row in x[name]] for name in pieces[0]}
-    for name, x in batch.items():
-        batch[name] = pad_sequence(x, True) if x[0].dim() else torch.stack(x)
-    return batch
+    """Responses to random prompts, config.k to each."""
+    rows = [
+        ids for ids in random.choices(prompts, k=batch_size // config.k) for _ in range(config.k)
+    ]
+    return minippo.rollout(policy, policy.reference, score, rows, config, sample)
 
 
 def check_scale(policy, batch, config):
