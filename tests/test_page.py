@@ -1,7 +1,6 @@
-"""out/report.html (plumbing/page.py) and out/minippo.html (plumbing/reading.py). Run: python -m
-pytest tests/test_page.py. A test needs playwright (pip install playwright) and Chromium."""
+"""out/report.html (plumbing/page.py). Run: python -m pytest tests/test_page.py. A test needs
+playwright (pip install playwright) and Chromium."""
 
-import html
 import json
 import re
 import shutil
@@ -9,16 +8,17 @@ import shutil
 import pytest
 
 import minippo
-from cli import ROOT, edited, run
-from plumbing.page import rounded, write_page
-from plumbing.reading import beside
-from tiny import inf, nan, random_batch
+from cli import ROOT
+from plumbing.page import strict, trace_responses, write_page
+from plumbing.text import Tokenizer
+from tiny import inf, nan, random_batch, tiny_gpt
 
 ODD = 'Who?</script><img src=x onerror="1"> \x07\u202e\ud800'
 SAID = {"text": "A bee.", "score": 1.5, "kl": 2.25}
 REPORT = {"table": {"": ["score"], "SFT": ["0.01 ± 0.02"]}, "notes": ["of note"]}
 OTHER = {"text": "", "score": 0.25, "judge": 3.0, "kl": -1.0}
-REPORT |= {"algorithm": "rloo", "samples": [{"prompt": ODD, "sft": SAID, "ppo": OTHER}]}
+REPORT |= {"samples": [{"prompt": ODD, "sft": SAID, "policy": OTHER}]}
+SETTINGS = {"steps": 900, "clip_eps": 0.2, "kl_coef": inf}
 FIT = "loss", "val_loss", "accuracy", "val_accuracy"
 ENDS = """lines => lines.map(x => x.getAttribute("points").split(" "))
     .map(points => [points[0], points.at(-1)].map(x => x.split(",").map(Number)))"""
@@ -28,12 +28,10 @@ KL 1.00iteration 601
 explained 2.60iteration 601
 clip fraction 360.1iteration 601
 length 4.6iteration 601
-ended 560.1iteration 601
-value loss 6.601iteration 601
 training 29.000validation 29.000step 20
 training 0.200validation 1.200step 20
 training 220.0validation 320.0step 20""".splitlines()  # the last numbers
-REST = "rlhf_reward judge explained_variance clip_frac response_length eos_rate value_loss".split()
+REST = "rlhf_reward judge explained_variance clip_frac response_length".split()
 
 
 def line_of_traces(step):
@@ -43,44 +41,66 @@ def line_of_traces(step):
     rows = [minippo.trace(batch, i, lambda x: "</script>" if x % 2 else " a") for i in (0, 1)]
     rows[0]["reward"][-1] = inf
     responses = [{"prompt": ODD, "score": i, "columns": row} for i, row in enumerate(rows)]
-    settings = {"steps": 900, "clip_eps": 0.2, "algorithm": "rloo"}
-    return {"step": step, "settings": settings, "responses": responses}
+    return strict({"step": step, "responses": responses})
 
 
 @pytest.fixture
 def folder(tmp_path):
     rm = [{"step": i} | {x: j + i / 100 for j, x in enumerate(FIT)} for i in range(1, 21)]
     sft = [row | dict.fromkeys(FIT[: 1 + (row["step"] % 5 == 0)], 9 + row["step"]) for row in rm]
-    ppo = [{"step": i, "score": i / 3, "kl": 1.0, "entropy": inf} for i in range(1, 602)]
+    ppo = [{"step": i, "score": i / 3, "kl": 1.0, "entropy": None} for i in range(1, 602)]
     ppo = [row | {x: j + row["step"] / 1e3 for j, x in enumerate(REST)} for row in ppo]
     for row in ppo[:3]:
-        row["kl"] = nan
+        row["kl"] = None
     traces = [line_of_traces(1), line_of_traces(600)]
     for name, rows in {"sft": sft, "rm": rm, "ppo": ppo, "ppo_traces": traces}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in rows))
     return tmp_path
 
 
-def data_in_page(*given):
-    text = write_page(*given).read_text(encoding="utf-8")
+def data_in_page(*arguments):
+    text = write_page(*arguments).read_text(encoding="utf-8")
     template = (ROOT / "plumbing" / "page.html").read_text(encoding="utf-8")
     assert text.count("<") == template.count("<")  # no text of the data is markup
     return json.loads(re.search(r'id="data">(.*?)<', text)[1], parse_constant=pytest.fail)
 
 
 def test_the_page_holds_logs_traces_and_report_with_five_digits_and_no_more_points(folder):
-    data, traces = data_in_page(folder, "", REPORT), [line_of_traces(1), line_of_traces(600)]
-    assert rounded({"a": [1.23456789, nan, 1234567]}) == {"a": [1.2346, None, 1234567]}
-    assert data["steps"] == 601 and data["report"] == REPORT and data["traces"] == rounded(traces)
+    data, traces = (
+        data_in_page(folder, folder, SETTINGS, REPORT),
+        [line_of_traces(1), line_of_traces(600)],
+    )
+    assert strict({"a": [1.23456789, nan, 1234567]}, 5) == {"a": [1.2346, None, 1234567]}
+    assert strict((0.1 + 0.2, -inf, "é", True)) == [0.1 + 0.2, None, "é", True]
+    assert data["steps"] == 601 and data["report"] == REPORT and data["traces"] == strict(traces, 5)
+    assert data["settings"] == {"steps": 900, "clip_eps": 0.2, "kl_coef": None}
     score, kl = (data["curves"]["ppo"][x] for x in ("score", "kl"))
     assert data["curves"]["rm"]["loss"] != data["curves"]["sft"]["loss"]
     assert score["x"] == [*range(2, 602, 3), 601] and score["y"][:2] == [0.66667, 1.6667]
     (folder / "round").mkdir()  # the logs of stages 1 and 2 are elsewhere
-    assert data_in_page(folder / "round", folder)["curves"] == data["curves"] | {"ppo": {}}
+    curves = data["curves"] | {"ppo": {}}
+    assert data_in_page(folder / "round", folder, SETTINGS)["curves"] == curves
     assert len(kl["x"]) == 299 and (kl["x"][0], kl["y"][0]) == (4.5, 1.0)
     (folder / "ppo.jsonl").unlink()  # nothing is logged yet
-    data = data_in_page(folder)
+    data = data_in_page(folder, folder, SETTINGS)
     assert (data["report"], data["steps"], data["curves"]["ppo"]) == (None, 0, {})
+
+
+def test_some_responses_are_traced_from_the_lowest_score_to_the_highest():
+    policy, tokenizer = tiny_gpt(), Tokenizer([bytes([65 + i]) for i in range(10)])
+    batch = minippo.rollout(
+        policy, policy, lambda x, _: x.sum(1), [[1, 2], [3]] * 10, minippo.PPOConfig(4)
+    )
+    batch["old_logprobs"] -= 0.5 * batch["mask"]
+    traces = trace_responses(batch, policy, tokenizer, 1.0)
+    order = batch["scores"].argsort(stable=True)[[0, 3, 7, 11, 15, 19]].tolist()
+    assert [x["score"] for x in traces] == batch["scores"][order].tolist()
+    now = minippo.evaluate_actions(policy, batch["tokens"], batch["mask"])[0].detach()
+    for i, x in zip(order, traces):
+        assert x["prompt"] == ("BC" if i % 2 == 0 else "D")
+        columns = minippo.trace(batch | {"logprobs": now}, i, tokenizer.spell)
+        assert x["columns"].pop("action") == columns.pop("action")
+        assert {k: pytest.approx(v) for k, v in columns.items()} == x["columns"]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -95,8 +115,8 @@ def test_in_a_browser_everything_is_there_and_a_token_shows_its_numbers(folder, 
         for event in ("console", "pageerror", "requestfailed"):
             page.on(event, lambda x: troubles.append(str(x)))
 
-        def visit(*given):
-            page.goto(write_page(folder, "", *given).as_uri())
+        def visit(*report):
+            page.goto(write_page(folder, folder, SETTINGS, *report).as_uri())
             assert page.evaluate("document.documentElement.scrollWidth") == 390
             text = page.inner_text("body")
             assert troubles == re.findall(r"undefined|NaN|\[object|Infinity|null", text) == []
@@ -104,14 +124,14 @@ def test_in_a_browser_everything_is_there_and_a_token_shows_its_numbers(folder, 
 
         text, parts = visit(REPORT)
         assert parts == ["The result", "Token by token", "The curves"]
-        for words in ("RLOO did", "iteration 601 of 900", "0.01 ± 0.02", "of note", "KL 2.25"):
+        for words in ("this run did", "iteration 601 of 900", "0.01 ± 0.02", "of note", "KL 2.25"):
             assert words in text
         assert page.locator("figure .keys").all_text_contents() == KEYS
         ends = page.locator("figure polyline").evaluate_all(ENDS)
-        assert len(ends) == 15 and all(x < x2 and y >= y2 for (x, y), (x2, y2) in ends)  # up
+        assert len(ends) == 13 and all(x < x2 and y >= y2 for (x, y), (x2, y2) in ends)  # up
         figures = [
-            "SFT · score 1.50 · KL 2.25 nats",
-            "RLOO · score 0.25 · judge 3.0 · KL −1.00 nats",
+            "before · score 1.50 · KL 2.25 nats",
+            "after · score 0.25 · judge 3.0 · KL −1.00 nats",
         ]
         assert page.locator(".pair .small").all_inner_texts() == figures
         scale = page.inner_text("#high")
@@ -123,57 +143,32 @@ def test_in_a_browser_everything_is_there_and_a_token_shows_its_numbers(folder, 
             tokens = page.locator(".response").nth(row).locator(".token")
             assert tokens.count() == len(columns.pop("action"))
             tokens.nth(i).click()
-            wanted = [f"{x[i] or inf:z.3f}" for x in rounded(columns).values()] + ["1.350"]
-            wanted = [x.replace("-", "−").replace("inf", "–") for x in wanted]
-            assert page.locator("#detail [data-number]").all_inner_texts() == wanted
+            expected = [f"{x[i] or inf:z.3f}" for x in strict(columns, 5).values()] + ["1.350"]
+            expected = [x.replace("-", "−").replace("inf", "–") for x in expected]
+            assert page.locator("#detail [data-number]").all_inner_texts() == expected
             why = dict(
                 zip(page.locator("dt").all_inner_texts(), page.locator(".why").all_inner_texts())
             )
-            for title, words in (
-                ("credit", "down up"),
-                ("KL", "less more"),
-                ("advantage", "worse better"),
-            ):
+            for title, words in (("advantage", "down up"), ("KL", "less more")):
                 assert words.split()[columns[title][i] > 0] in why[title].split()
             assert why["ratio"] == "pi now / pi: 35.0 % more probable"
-        lines = rounded([line_of_traces(1), line_of_traces(600)])
-        for title, sign in (("KL", -1), ("credit", 1)):  # blue is what pays
+        lines = strict([line_of_traces(1), line_of_traces(600)], 5)
+        for title, sign in (("KL", -1), ("advantage", 1)):  # blue is what pays
             page.select_option("#colour", title)
             rows = [x["columns"] for line in lines for x in line["responses"]]
             sizes = sorted(abs(x) for row in rows for x in row[title])
             scale, looks = sizes[int(0.95 * (len(sizes) - 1))], []
-            for x, credit in (
-                (x, y) for row in rows[:1:-1] for x, y in zip(row[title], row["credit"])
+            for x, advantage in (
+                (x, y) for row in rows[:1:-1] for x, y in zip(row[title], row["advantage"])
             ):
                 colour = (
                     f"rgb(var(--{'up' if sign * x > 0 else 'down'}) / {min(1, abs(x) / scale):.3f})"
                 )
-                looks.append(["token clipped" if credit > 0 else "token", f"background: {colour}"])
+                looks.append(
+                    ["token clipped" if advantage > 0 else "token", f"background: {colour}"]
+                )
             assert page.locator(".response .token").evaluate_all(LOOKS) == looks  # ratios of 1.35
         assert visit()[1] == ["Token by token", "The curves"]  # while it goes on
         (folder / "ppo_traces.jsonl").unlink()
         assert visit()[1] == ["The curves"]
         browser.close()
-
-
-def test_an_edit_of_gae_is_shown_beside_it_in_minippo_with_its_numbers(tmp_path):
-    delta = "delta = rewards[:, t] + gamma * next_value - values[:, t]"
-    with edited(tmp_path, ("minippo.py", delta, delta.replace("- v", "- 2 * v"))):
-        assert run("plumbing/reading.py", root=tmp_path)[0] == 0
-    page = (tmp_path / "out" / "minippo.html").read_text(encoding="utf-8").split("</p>")[1]
-    text, at = html.unescape(re.sub("<[^>]*>", "", page)), 0
-    for i, line in enumerate((tmp_path / "minippo.py").read_text().splitlines(), 1):
-        at = text.index(f"\n{i}{line}", at)
-    for line in (
-        "delta = *delta 0.00 | -1.02 | -0.78 | -0.65 | 0.80",
-        "rewards[torch.arange*rewards 0.00 -0.05 0.02 1.38 0.00",  # changed in place
-        "rewards, values = *rewards 0.00 -0.05 0.02 1.38 0.00",  # looks as before
-        "margin = *margin 1.20",
-        "for t in reversed*t 4 | 3 | 2 | 1 | 0",
-        "return (action >= *-> x x x x . . . / . x x x x x x",
-        "ratio = *ratio 1.28 1.11 0.74",
-        "lengths[rows] += *lengths 2 2 | 3 3 | 4 4 | 5 5 | 5 6 | 5 7 | 5 8",
-    ):
-        assert re.search(re.escape(line).replace(r"\*", ".*") + "\n", text), line
-    assert beside([{"a": str(i)} for i in range(9)]) == [("a", "0 | 1 | 2 | 3 | 4 | 5 | 6 | 7 | …")]
-    assert re.findall(r"\n\d+def (\w+)\(.*:\n", text) == ["frozen_copy", "main"]  # no numbers

@@ -1,7 +1,6 @@
-"""What a user can do wrong, in one table: flags, files, rewards. What --resume compares is in
-test_state.py, what a row or a converter refuses in test_rows.py and test_convert.py.
-
-Run: python -m pytest tests/test_refusals.py
+"""What a user can do wrong, in one table: flags, files, rewards; and the flags themselves
+(plumbing/settings.py). What --resume compares is in test_run.py, what a row or a converter refuses in
+test_rows.py and test_convert.py. Run: python -m pytest tests/test_settings.py
 """
 
 import dataclasses
@@ -11,49 +10,52 @@ import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cli import FLAGS, run, stage, write_data, write_models
 from data.files import UserError
-from plumbing.errors import explain, run_script
-from plumbing.flags import RunConfig, peek, read_flags
 from plumbing.models import load_function
-from plumbing.training import FitConfig
+from plumbing.settings import explain, read_flags, script
 
 # What is done in the folder of a run (a line of sh); the command -> what its message contains.
 # "sft", "rm", "ppo" mean a training script with --data DIR/data --out DIR --overwrite.
 TABLE = r"""
 sft --learning_rate 1 -> unrecognized arguments: --learning_rate 1 (-h explains the flags)
-sft --lr nan -> --lr nan: should be between 0 and inf (-h
+sft --batch-size 9 -> unrecognized arguments: --batch-size 9; did you mean --batch_size? (-h
+ppo --kl-coef 1 -> did you mean --kl_coef?
+sft --lr nan -> --lr nan: should be at least 0 (-h
+sft --steps 0 -> --steps 0: should be at least 1 (-h
+sft --micro_batch -1 -> --micro_batch -1: should be at least 0
 sft --heads 3 -> channels (16): not a multiple of heads (3) (-h
+sft --dropout 1 -> dropout (1.0): should be at least 0 and below 1
 sft --device tpu -> --device tpu: should be auto, cpu or cuda
 sft --device cuda -> --device cuda: this PyTorch sees no CUDA GPU; use --device cpu
-sft --dtype float16 -> --dtype float16: should be float32 or bfloat16
 sft --resume -> --resume goes on ... --overwrite begins again: give one of them
 sft --out DIR/sft.pt -> sft.pt: File exists
 sft --out '' -> --out is empty; . means this folder
-ppo --batch_size 1 -> --batch_size 1: should be at least --minibatches 2
-ppo --adam_eps 0 -> --adam_eps 0.0: should be between 1e-12 and 1
-ppo --kl_coef 0 --kl_horizon 9 -> --kl_horizon has no effect with --kl_coef 0
-ppo --kl_target 5 -> --kl_target has no effect without --kl_horizon
-ppo --separate_critic --head_lr_factor 5 -> --head_lr_factor has no effect with --separate_critic; leave it out
-ppo --algorithm nonsense -> --algorithm nonsense: should be ppo, or a file of variations/
-ppo --algorithm dpo -> --algorithm dpo: should be ppo, or a file of variations/
-ppo --algorithm -> argument --algorithm: expected one argument (-h
-ppo --algorithm rloo --k 3 -> --batch_size 8: should be ... a multiple of --k 3
-ppo --algorithm rloo --lam 0.9 -> unrecognized arguments: --lam 0.9
+sft --init gpt2 -> --init brings its own size and vocabulary
+ppo --temperature 0 -> temperature (0.0): should be above 0
+ppo --gamma 2 -> gamma (2.0) and lam (1.0): should be from 0 to 1
+ppo --batch_size 1 -> --batch_size 1: should be a multiple of --k 1, >= --minibatches 2
+ppo --algorithm dpo -> unrecognized arguments: --algorithm dpo
+ppo --lr -> argument --lr: expected one argument (-h
+variations/rloo.py --lam 0.9 -> unrecognized arguments: --lam 0.9
+variations/rloo.py --k 1 -> k (1): should be at least 2
+variations/dpo.py --kl_coef 0 -> kl_coef and temperature: should be above 0
 rm data/pref_train.jsonl; rm -> pref_train.jsonl: not found; --data names the folder
 echo prompt,completion > data/sft_val.jsonl; sft -> sft_val.jsonl, line 1: not JSON
-echo '{"prompt": 7}' > data/sft_val.jsonl; sft -> line 1: 'prompt' is 7; ... data.convert makes
+echo '{"prompt": 7}' > data/sft_val.jsonl; sft -> line 1: 'prompt' is 7
 rm rm.pt; ppo -> rm.pt: not found; train_rm.py makes it
 echo damaged > rm.pt; ppo -> rm.pt: damaged, or no checkpoint ... train_rm.py makes it
 cp other.pt sft.pt; ppo -> rm.pt: was not made from ... sft.pt; make it again
 ppo --policy DIR/other.pt -> other.pt: was not made from ... sft.pt; make it again
-rm sft.pt; ppo -> sft.pt: not found; ... --models names the folder
-mkdir x; cp other.pt x/sft.pt; ppo --policy DIR/x/sft.pt -> x/sft.pt: was not made from
-ppo --reward bad -> --reward bad: ... should be module:function, for instance my:score
+rm sft.pt; ppo --models DIR -> sft.pt: not found; ... --models names its folder
+rm sft.pt; rm --models DIR -> sft.pt: not found; ... --models names its folder
+ppo --reward bad -> bad: ... should be module:function, for instance my:score
 ppo --reward bad:few --separate_critic -> --separate_critic starts from the reward model
 ppo --reward bad:few -> --reward: should return a list of 8 numbers, none beyond 1,000,000, not [1.0]
 ppo --reward bad:nan -> none beyond 1,000,000, not nan for '
@@ -62,13 +64,14 @@ ppo --reward bad:huge -> none beyond 1,000,000, not [1000
 ppo --reward bad:words -> none beyond 1,000,000, not ['good', '
 ppo --reward bad:square -> none beyond 1,000,000, not tensor(
 sample.py -> required: CHECKPOINT PROMPT (-h
-cp sft.pt ppo.pt; sample.py DIR a -> the folder of a run; give its ... ppo.pt
+sample.py DIR/sft.pt a --n 0 -> --n 0: should be at least 1
+sample.py DIR/sft.pt a --temperature 0 -> --temperature 0.0: should be above 0
+cp sft.pt ppo.pt; sample.py DIR a -> the folder of a run; give a file in it: ... ppo.pt
 sample.py DIR/ppo.pt a -> ppo.pt: not found; train_ppo.py makes it
 sample.py DIR/rm.pt a -> rm.pt: holds 'rm', not 'ppo' or 'sft'; train_ppo.py makes it
 sample.py DIR/other.pt a --trace -> other.pt: was not made from
-plumbing/hf.py import DIR/sft.pt DIR/new -> wanted are three words: export CHECKPOINT FOLDER
-plumbing/hf.py export DIR/sft.pt -> wanted are three words: export CHECKPOINT FOLDER
-variations/dpo.py --kl_coef 0 -> --kl_coef 0.0: should be between 1e-06 and 1e+06
+plumbing/hf.py import DIR/sft.pt DIR/new -> export CHECKPOINT FOLDER
+plumbing/hf.py export DIR/sft.pt -> export CHECKPOINT FOLDER
 """
 REWARDS = r"""import torch
 def few(p, r): return [1.0]
@@ -119,10 +122,10 @@ def test_a_mistake_is_one_clear_line_and_loses_nothing(folder, monkeypatch, line
 
 
 HARMLESS = {
-    "sft": "--lr 0 --weight_decay 1e30 --steps 1",
-    "rm": "--warmup 999999999999 --answers 2 --cap_quantile 1 --device auto",
+    "sft": "--lr 0 --steps 1",
+    "rm": "--warmup 999999999999 --device auto",
     "ppo": """--kl_coef 0 --clip_eps inf --value_clip inf --max_grad_norm inf --gamma 0 --lam 0
-        --temperature 99 --no_whiten --vf_coef 0 --head_lr_factor 9 --max_new_tokens 99999 --minibatches 8""",
+        --temperature 99 --no_whiten --vf_coef 0 --max_new_tokens 99999 --minibatches 8""",
 }
 ODD = ["\x00\x1b[31m", "\u202eabc", "😀 é ñ 日本", "<|endoftext|>", " \t\n", "x" * 20, "\ud800"]
 
@@ -136,7 +139,7 @@ def test_odd_text_missing_files_and_neutral_values_are_no_mistakes(folder):
     for kind, flags in HARMLESS.items():
         status, printed, error = stage(kind, folder / "data", folder / "new", *flags.split())
         assert (status, error) == (0, "") and "\x1b" not in printed
-    for flags in ("--kl_horizon 1", "--separate_critic", "--algorithm rloo --k 8"):
+    for flags in ("--kl_horizon 1", "--separate_critic"):
         flags = ["--models", folder, "--out", folder / flags[2:5], *flags.split()]
         assert stage("ppo", folder / "data", folder, *flags)[::2] == (0, "")
 
@@ -147,67 +150,92 @@ def test_a_reward_is_looked_for_in_the_current_folder_last(tmp_path, monkeypatch
     for name in ("colorsys", "mytaste"):  # the first is in the standard library
         (tmp_path / f"{name}.py").write_text("def rgb_to_hls(*_): return 7")
         monkeypatch.delitem(sys.modules, name, raising=False)
-    assert load_function("mytaste:rgb_to_hls")[0]() == 7
-    assert load_function("colorsys:rgb_to_hls")[0](0, 0, 0) == (0.0, 0, 0.0)
+    assert load_function("mytaste:rgb_to_hls")() == 7
+    assert load_function("colorsys:rgb_to_hls")(0, 0, 0) == (0.0, 0, 0.0)
 
 
-# Flags: dataclasses whose comments are the help and the ranges
+# Flags are the fields of dataclasses
 
 
 @dataclasses.dataclass
-class Example:
-    size: int = 4  # how large, 100 % sure [1, 8]
-    share: float = 0.5  # of all [0, inf]
-    name: str = ""
+class Base:
+    share: float = 0.5  # of all
+
+
+@dataclasses.dataclass
+class Example(Base):
+    size: int = 4  # how large, 100 % sure
+    name: str = ""  # of it
     loud: bool = False  # say all
     calm: bool = True  # say little
+    share: float = 0.25  # of the rest
+
+
+@dataclasses.dataclass
+class Later:
+    models: str = ""  # folder of models
 
 
 def read(*words, **more):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["x", *words])
-        return read_flags("Text.", Example(), FitConfig(), **more)
+        return read_flags("Text.", Example, **more)
 
 
-def test_flags_are_the_fields_of_dataclasses(monkeypatch, capsys):
-    found = read("--size", "8", "--share", "inf", "--loud", "--no_calm", "--lr", "0.5")
-    assert found == [Example(8, float("inf"), "", True, False), FitConfig(lr=0.5)]
-    assert read("--name", "a b") == [Example(name="a b"), FitConfig()]
-    assert read("a", "--size", "1", "b c", positional="TEXT")[2] == ["a", "b c"]
-    for wrong in ("--size=0", "--size=9", "--share=-0.1", "--calm", "--no_loud", "--siz=3", "more"):
-        with pytest.raises(UserError, match=r"\(-h explains the flags\)$"):
-            read(wrong)
-    with pytest.raises(UserError, match="unrecognized arguments: --lr"):
-        read("--lr", "1", without=["lr"])
+def test_flags_are_the_fields_of_dataclasses_in_one_object(capsys):
+    config = read("--size", "8", "--share", "inf", "--loud", "--no_calm", run=False)
+    assert vars(config) == vars(Example(size=8, share=float("inf"), loud=True, calm=False))
+    assert read("--name", "a b", run=False, size=7).size == 7
+    config, words = read("a", "--size", "1", "b c", run=False, positional="TEXT")
+    assert (config.size, words) == (1, ["a", "b c"])
+    for wrong in ("--size=0", "--share=-0.1", "--calm", "--no_loud", "--siz=3", "more"):
+        with pytest.raises(UserError, match=r"\(-h explains the"):
+            read(wrong, run=False)
     with pytest.raises(SystemExit):
-        read("-h")
-    said = " ".join(capsys.readouterr().out.split())
-    assert "--size int how large, 100 % sure [1, 8] (4)" in said and "Text." in said
-    assert "--loud say all (False)" in said and "--no_calm switch off: say little (True)" in said
-    monkeypatch.setattr(sys, "argv", ["x", "--k", "4", "--algorithm", "rloo", "-h"])
-    assert (peek("algorithm", "ppo"), peek("other", "none")) == ("rloo", "none")
+        read("-h", run=False)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "--size int how large, 100 % sure (4)" in printed and "Text." in printed
+    assert "--share float of the rest (0.25)" in printed
+    assert "--loud say all" in printed and "--no_calm switch off: say little" in printed
 
 
-def test_the_machine_is_chosen(monkeypatch):
+def test_a_run_has_folders_a_device_and_a_seed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     for there, device in ((True, "cuda"), (False, "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
-        assert RunConfig().device == device and RunConfig(device="cpu").device == "cpu"
+        config = read("--seed", "7", "--out", "new/er")
+        assert (config.device, config.data, config.out) == (
+            device,
+            Path("data/zoo"),
+            Path("new/er"),
+        )
+        assert torch.initial_seed() == 7 and Path("new/er").is_dir()
+
+    Path("new/er/x").mkdir()
+    for words, folder in (((), "new/er"), (("--models", "a"), "a")):
+        monkeypatch.setattr(sys, "argv", ["x", *words])
+        assert read_flags("", Later, out="new/er/x").models == Path(folder)
+    Path("new/er/x/sft.pt").touch()
+    monkeypatch.setattr(sys, "argv", ["x"])
+    assert read_flags("", Later, out="new/er/x").models == Path("new/er/x")
 
 
 ERRORS = [
     (UserError("do this é\x1b[31m\n\u202e"), 2, "do this é\\x1b[31m\\n\\u202e"),
     (FloatingPointError("nan\nmore"), 2, "nan; begin again with --overwrite and a smaller --lr"),
-    (BrokenPipeError(32, "Broken pipe"), 2, "output: Broken pipe"),
+    (BrokenPipeError(32, "Broken pipe"), 2, "the output: Broken pipe"),
+    (OSError(28, "No space left", "a.txt"), 2, "a.txt: No space left"),
     (RuntimeError("CUDA out of memory.\nall"), 2, "not enough memory (CUDA out of memory.)"),
     (RuntimeError("[x] can't allocate memory: y"), 2, "not enough memory ([x] can't allocate"),
     (MemoryError(), 2, "not enough memory (); --micro_batch 1 needs less, also with --resume"),
-    (KeyboardInterrupt("step 3 is saved"), 130, "stopped; step 3 is saved"),
+    (KeyboardInterrupt("stopped; step 3 is saved"), 130, "stopped; step 3 is saved"),
     (KeyboardInterrupt(), 130, "stopped; files written before are whole"),
 ]
 
 
 @pytest.mark.parametrize("error, status, says", ERRORS)
 def test_an_error_is_explained_in_one_line(monkeypatch, capsys, error, status, says):
+    @script
     def main():
         raise error
 
@@ -215,18 +243,23 @@ def test_an_error_is_explained_in_one_line(monkeypatch, capsys, error, status, s
     monkeypatch.setattr(sys, "stdin", None)  # closed
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
     with pytest.raises(SystemExit) as stop:
-        run_script(main)
-    said = capsys.readouterr().err
-    assert stop.value.code == status and said.startswith(f"x.py: {says}") and said.count("\n") == 1
+        main()
+    printed = capsys.readouterr().err
+    assert (
+        stop.value.code == status and printed == f"x.py: {says}" + printed[len(f"x.py: {says}") :]
+    )
+    assert printed.count("\n") == 1
     print("é")  # what cannot be shown becomes a question mark
 
 
-def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch):
-    monkeypatch.setattr(sys, "stdin", None)
-    monkeypatch.setattr(sys, "stdout", None)
-    for error in (ZeroDivisionError(), ValueError("a"), RuntimeError("b"), OSError("c")):
-        with pytest.raises(type(error)):
-            run_script(lambda error=error: (_ for _ in ()).throw(error))
-    assert run_script(lambda: 7) == 7 and explain(TypeError("x")) == ""
+def test_a_mistake_of_ours_keeps_its_traceback_and_a_notebook_its_output(monkeypatch):
+    notebook = SimpleNamespace(write=lambda _: None)  # without reconfigure()
+    for stream in (None, notebook):
+        monkeypatch.setattr(sys, "stdin", stream), monkeypatch.setattr(sys, "stdout", stream)
+        for error in (ZeroDivisionError(), ValueError("a"), RuntimeError("b"), OSError("c")):
+            with pytest.raises(type(error)):
+                script(lambda error=error: (_ for _ in ()).throw(error))()
+        assert script(lambda x, y: (x, y))(1, y=2) == (1, 2) and sys.stdout is stream
+    assert explain(TypeError("x")) == ""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff"), "utf-8"))
-    assert run_script(lambda: sys.stdin.read()) == "\ufffd"  # text of another encoding
+    assert script(lambda: sys.stdin.read())() == "\ufffd"  # text of another encoding
