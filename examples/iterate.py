@@ -55,7 +55,7 @@ def main():
     answers = []
     for model in (policy, ref):
         texts = []
-        for part in in_parts(prompts, 256, "answers"):
+        for part in in_parts(prompts, 256):
             sampled = generate(model, part, settings["max_new_tokens"], settings["temperature"])
             texts += zip(*texts_of(tokenizer, *sampled[:2]))
         answers.append(texts)

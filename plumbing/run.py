@@ -14,7 +14,7 @@ import torch
 
 from data.files import UserError, read_log, write_file
 from minippo import row_lengths
-from plumbing.models import load_checkpoint, read_contents, save_checkpoint, sources, write_contents
+from plumbing.models import read_contents, save_checkpoint, sources, write_contents
 from plumbing.page import strict, write_page
 from plumbing.report import watch
 from plumbing.text import spread_over
@@ -263,8 +263,8 @@ class Run:
         validation rows."""
         print(f"the validation loss was lowest at step {self.best_step:,}: saving that model")
         self.model.zero_grad()
-        best, _, _ = load_checkpoint(self.best_path, [self.kind])
-        self.model.load_state_dict(best.state_dict())
+        best = read_contents(self.best_path, [self.kind], "--overwrite begins again")
+        self.model.load_state_dict(best["model"])
         figures = self.figures(self.val_rows)
         self.model.eval()
         return figures

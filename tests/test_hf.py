@@ -12,8 +12,8 @@ from data import zoo
 from data.files import UserError
 from minippo import GPT, GPTConfig, RewardModel
 from plumbing import hf
-from plumbing.checkpoints import load_checkpoint, save_checkpoint
-from plumbing.tokenizer import Tokenizer
+from plumbing.models import load_checkpoint, save_checkpoint
+from plumbing.text import Tokenizer
 from tiny import assert_equal, stir
 
 pytest.importorskip("transformers")

@@ -402,7 +402,9 @@ def test_validation_comes_ten_times_the_best_weights_are_kept_and_infinity_stops
         assert [x[0] for x in sizes] == [3, 5, 8, 10, 13, 15, 18, 20, 23, 25]
         assert {x[1:] for x in sizes} == {(834, 64)}
         assert saved == [(step, "sft_best.pt") for step in (3, 5, 8, 10)] and it.best_step == 10
-        patch.setattr(room, "load_checkpoint", lambda *_: (torch.nn.Linear(1, 1), None, {}))
+        patch.setattr(
+            room, "read_contents", lambda *_: {"model": torch.nn.Linear(1, 1).state_dict()}
+        )
         it.config.micro_batch = 7
         assert it.load_best() == {"val_loss": 1.0} and sizes[-1][1:] == (2500, 7)
         assert not it.model.training
