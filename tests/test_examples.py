@@ -98,7 +98,7 @@ def label(rng, prompt, a, b):
 
 def test_iterated_labels_are_of_both_models(made, tmp_path, monkeypatch):
     data, first = shutil.copytree(made / "data", tmp_path / "data"), tmp_path / "1"
-    assert stage("ppo", data, first, "--temperature=0.8", "--lr=0.02", "--models", made)[0] == 0
+    assert stage("ppo", data, first, "--temperature=0.2", "--lr=0.02", "--models", made)[0] == 0
     flags = "--models", made, "--data", data, "--out", first, "--seed", 3, *CPU
     flags += "--pairs", 300, "--label", "test_examples:label"
     with monkeypatch.context() as patch:  # a wrong label is seen before anything is sampled
@@ -113,7 +113,7 @@ def test_iterated_labels_are_of_both_models(made, tmp_path, monkeypatch):
     ids = [tokenizer.encode(x) for x in prompts]
     torch.manual_seed(3)
     for model in (policy, ref):
-        batches = [generate(model, x, 8, 0.8)[:2] for x in (ids[:256], ids[256:])]
+        batches = [generate(model, x, 8, 0.2)[:2] for x in (ids[:256], ids[256:])]
         answers.append([text for x in batches for text in texts_of(tokenizer, *x)[1]])
     new = [label(rng, x, a, b) for x, a, b in zip(prompts, *answers) if a != b]
     pairs = texts(made, "pref_train") + [tuple(row.values()) for row in new]

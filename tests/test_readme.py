@@ -6,6 +6,7 @@ import shlex
 import pytest
 
 from cli import ROOT, run
+from data.convert import FLAGS
 
 NAMES = "README.md RESULTS.md CONTRIBUTING.md docs/using.md data/README.md tests/EXERCISES.md"
 TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES.split()}
@@ -45,7 +46,7 @@ def test_every_link_file_target_and_flag_is_there(name):
         assert (ROOT / path).exists(), path
     for flag in {*re.findall(r"--[a-z]\w+", text)} - FOREIGN:
         field = flag[2:].removeprefix("no_")
-        assert re.search(rf"(?m)^    {field}: |[\"']{flag}[\"']", CODE), flag
+        assert re.search(rf"(?m)^    {field}: |[\"']{flag}[\"']", CODE) or field in FLAGS, flag
 
 
 def test_the_number_of_responses_that_ppo_samples_is_that_of_its_settings():
