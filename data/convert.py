@@ -1,5 +1,5 @@
-"""Your own rows as a data folder. FILE holds JSON lines, a JSON array of objects or, if its name
-ends in .csv, CSV with a header line.
+"""Your own rows as a data folder. FILE holds JSON lines, a JSON array of objects, or a table with a
+header line, if its name ends in .csv or .tsv.
 
     python -m data.convert FILE --out FOLDER and one of
 
@@ -9,14 +9,12 @@ ends in .csv, CSV with a header line.
     --messages messages                               chats: sft files
     --chosen good --rejected bad                      pairs of chats: pref files
 
-A flag names a key of the objects, or a column. --prompt instruction,input puts two together, one
-below the other. --where label keeps the rows in which label is true.
+A flag names a key of the objects, or a column. --where label keeps the rows in which label is true.
 
-A chat is a list of messages {"role": ..., "content": ...} or {"from": ..., "value": ...}, where
-human and gpt mean user and assistant. The last one, by the assistant, is the answer, and those
-before are the prompt, "User: ...\\nAssistant:". Or it is a transcript, one string "\\n\\nHuman: ...
-\\n\\nAssistant: ...": the prompt ends with the last "\\n\\nAssistant:". An answer gets a leading
-space where neither the prompt ends nor the answer begins with white space.
+A chat is a list of messages {"role": ..., "content": ...}. The last one, by the assistant, is the
+answer, and those before are the prompt, "User: ...\\nAssistant:". Or it is a transcript, one string
+"\\n\\nHuman: ...\\n\\nAssistant: ...": the prompt ends with the last "\\n\\nAssistant:". An answer gets a
+leading space where neither the prompt ends nor the answer begins with white space.
 
 A row is skipped and counted if the prompt or an answer is empty, the answers are equal, a chat
 cannot be cut like that, or the same row came before. Any other fault ends the run before anything
@@ -27,72 +25,71 @@ import argparse
 import csv
 import io
 import json
-from collections import Counter
 from pathlib import Path
 
-from data.files import UserError, parse_lines, read_text
-from data.rows import KEYS, SHARE, write_rows
+from data.files import UserError, parse_lines, printable, read_text
+from data.rows import KEYS, SHARE, TELLING, write_rows
 
 FLAGS = ("prompt", "completion", "chosen", "rejected", "messages")
 USES = [*KEYS.values(), ("messages",), ("chosen", "rejected")]
-SHAREGPT = {"human": "user", "gpt": "assistant"}
 TURN = "\n\nAssistant:"
-# Without these keys of well-known formats a row means something else.
-TELLING = {"input": "add it to --prompt, as in instruction,input", "label": "add --where label"}
+csv.field_size_limit(2**31 - 1)
 
 
 class Skip(Exception):
     """Why a row is left out."""
 
 
+def shown(x):
+    """The beginning of any value, on one line."""
+    return printable(json.dumps(x)[:60], keep="")
+
+
 def read_objects(path):
     """-> {place in the file: object}."""
-    text, is_table = read_text(path), path.suffix.lower() == ".csv"
-    if not is_table and not text.lstrip().startswith("["):
-        return {f"{path}, line {n}": row for n, row in parse_lines(path, text).items()}
+    text, suffix = read_text(path), path.suffix.lower()
+    if suffix not in (".csv", ".tsv") and not text.lstrip().startswith("["):
+        return {f"line {n}": row for n, row in parse_lines(path, text).items()}
     try:
-        found = read_table(text) if is_table else json.loads(text)
-    except (ValueError, csv.Error) as error:
+        rows = json.loads(text) if text.lstrip().startswith("[") else read_table(text, suffix)
+    except (ValueError, RecursionError, csv.Error) as error:
         raise UserError(f"{path}: cannot be read ({error})")
-    return {f"{path}, row {n}": row for n, row in enumerate(found, 1)}
+    return {f"row {n}": row for n, row in enumerate(rows, 1)}
 
 
-def read_table(text):
-    """CSV -> dicts."""
-    names, *rows = filter(None, csv.reader(io.StringIO(text), strict=True))
-    if len(set(names)) < len(names):
-        raise ValueError(f"a column name comes twice in {', '.join(names)}")
+def read_table(text, suffix):
+    """CSV or TSV -> dicts."""
+    delimiter = "\t" if suffix == ".tsv" else ","
+    lines = csv.reader(io.StringIO(text), delimiter=delimiter, strict=True)
+    names, *rows = [*filter(None, lines)] or [[]]
+    if len(set(names)) < max(1, len(names)):
+        raise ValueError("the first line should name the columns, each once")
     for n, row in enumerate(rows, 1):
         if len(row) != len(names):
             raise ValueError(f"row {n} has {len(row)} values for {len(names)} columns")
     return [dict(zip(names, row)) for row in rows]
 
 
-def value_of(where, row, keys):
-    """The value of a key, or of several, as text or as a list of (role, text)."""
-    texts = []
-    for key in keys.split(","):
-        if not isinstance(row, dict) or key not in row:
-            raise UserError(f"{where}: no {key!r} in {json.dumps(row)[:60]}")
-        if isinstance(row[key], list) and keys == key:
-            return [message(where, x) for x in row[key]]
-        if row[key] is not None and not isinstance(row[key], str):
-            found = json.dumps(row[key])[:40]
-            raise UserError(f"{where}: {key!r} should be text or a list of messages, found {found}")
-        texts.append(row[key])
-    return "\n".join(filter(None, texts))
+def value_of(where, row, key):
+    """The value of a key, as text or as a list of (role, text)."""
+    if not isinstance(row, dict) or key not in row:
+        raise UserError(f"{where}: no {key!r} in {shown(row)}")
+    if isinstance(row[key], list):
+        return [message(where, x) for x in row[key]]
+    if row[key] is not None and not isinstance(row[key], str):
+        raise UserError(f"{where}: {key!r} should be text or messages, not {shown(row[key])}")
+    return row[key] or ""
 
 
 def message(where, x):
-    """{"role": "user", "content": "Hi"} or {"from": "human", "value": "Hi"} -> ("user", "Hi")"""
-    for names in (("role", "content"), ("from", "value")):
-        role, content = (isinstance(x, dict) and x.get(name) for name in names)
-        if isinstance(role, str) and isinstance(content, str):
-            return SHAREGPT.get(role, role), content
-    raise UserError(f"{where}: found {json.dumps(x)[:60]}, no message with role and content")
+    """{"role": "user", "content": "Hi"} -> ("user", "Hi")"""
+    role, text = (isinstance(x, dict) and x.get(name) for name in ("role", "content"))
+    if not isinstance(role, str) or not isinstance(text, str):
+        raise UserError(f"{where}: {shown(x)} is no message with role and content")
+    return role, text
 
 
-def render(chat):
+def prompt_of(chat):
     """[("user", "Hi")] -> "User: Hi\\nAssistant:"; text stays as it is."""
     if isinstance(chat, str):
         return chat
@@ -104,23 +101,33 @@ def cut(chat):
     """A transcript or a list of messages -> prompt and reply."""
     if isinstance(chat, str):
         beginning, turn, reply = chat.rpartition(TURN)
-        if not turn:
-            raise Skip(f"no {TURN!r} in a transcript")
+        if not turn or "\n\nHuman:" in reply:
+            raise Skip("a transcript does not end with a turn of the assistant")
         return beginning + turn, reply.rstrip()
-    role, reply = chat[-1] if chat else ("nobody", "")
-    if role != "assistant":
-        raise Skip(f"the last message is by {role}, not by assistant")
-    return render(chat[:-1]), reply
+    if not chat or chat[-1][0] != "assistant":
+        raise Skip("the last message is not by the assistant")
+    return prompt_of(chat[:-1]), chat[-1][1]
+
+
+def is_whole(prompt):
+    """Does a prompt have an answer already?"""
+    if isinstance(prompt, str):
+        return bool(prompt.partition(TURN)[1] and prompt.rpartition(TURN)[2].strip())
+    return bool(prompt) and prompt[-1][0] == "assistant"
 
 
 def make_row(values, has_prompt):
     """The values of a row -> prompt and answers."""
     if has_prompt:
         prompt, *answers = values
-        prompt = render(prompt)
-        if any(TURN in x if isinstance(x, str) else len(x) > 2 for x in answers):
-            raise Skip("an answer is a whole chat: leave out --prompt")
-        answers = [x if isinstance(x, str) else cut(x)[1] for x in answers]
+        if is_whole(prompt) or any(
+            TURN in x if isinstance(x, str) else len(x) > 2 for x in answers
+        ):
+            raise Skip("a whole chat stands where a prompt or an answer should: leave out --prompt")
+        prompt, answers = (
+            prompt_of(prompt),
+            [x if isinstance(x, str) else cut(x)[1] for x in answers],
+        )
     else:
         prompts, answers = zip(*map(cut, values))
         prompt = prompts[0]
@@ -137,14 +144,17 @@ def make_row(values, has_prompt):
 
 def convert(path, keys, where_key="", ignored=()):
     """keys: {flag: key}. -> rows; prints what is skipped, and what is not used."""
-    rows, skipped, unused = {}, Counter(), set()
-    used = {key for value in keys.values() for key in value.split(",")} | {where_key, *ignored}
-    for where, row in read_objects(path).items():
-        values = [value_of(where, row, key) for key in keys.values()]
-        unused |= {key for key in row.keys() - used if row[key] not in ("", None)}
+    rows, skipped, unused = {}, {}, set()
+    for place, row in read_objects(path).items():
+        values = [value_of(f"{path}, {place}", row, key) for key in keys.values()]
+        unused |= {
+            x
+            for x in row.keys() - {*keys.values(), where_key, *ignored}
+            if row[x] not in ("", None)
+        }
         try:
             if where_key and where_key not in row:
-                raise UserError(f"{where}: no {where_key!r} in {json.dumps(row)[:60]}")
+                raise UserError(f"{path}, {place}: no {where_key!r} in {shown(row)}")
             if where_key and str(row[where_key]).lower() not in ("true", "1", "1.0"):
                 raise Skip(f"{where_key} is not true")
             made = make_row(values, "prompt" in keys)
@@ -152,13 +162,16 @@ def convert(path, keys, where_key="", ignored=()):
                 raise Skip("duplicate")
             rows[made] = None
         except Skip as reason:
-            skipped[str(reason)] += 1
+            skipped.setdefault(str(reason), []).append(place)
     for key in sorted(unused & TELLING.keys()):
-        hint = f"{TELLING[key]}, or leave it out with --ignore {key}"
-        raise UserError(f"{path}: without {key!r} a row may mean something else; {hint}")
-    notes = [f"{reason}: {n:,}" for reason, n in skipped.items()]
-    notes += [f"not used: {', '.join(sorted(unused))}"] * bool(unused)
-    print(f"{path}: {len(rows):,} rows kept, {skipped.total():,} skipped", *notes, sep="; ")
+        raise UserError(
+            f"{path}: {key!r} may change what a row means; {TELLING[key]}, or --ignore {key}"
+        )
+    print(f"{path}: {len(rows):,} rows kept, {sum(map(len, skipped.values())):,} skipped")
+    for reason, places in skipped.items():
+        print(f"    {len(places):,} {printable(reason, keep='')}: {places[0]}, ...")
+    if unused:
+        print(f"    not used: {printable(', '.join(sorted(unused)), keep='')}")
     if not rows:
         raise UserError(f"{path}: no row is left to write")
     return list(rows)
@@ -186,7 +199,7 @@ def main():
         task = {len(columns): name for name, columns in KEYS.items()}[len(rows[0])]
         write_rows(args.out, task, rows, args.overwrite, args.val)
     except (UserError, OSError) as error:
-        parser.exit(2, f"convert.py: {error}\n")
+        parser.exit(2, f"convert.py: {printable(str(error), keep='')}\n")
 
 
 if __name__ == "__main__":

@@ -68,7 +68,8 @@ def parse_lines(path, text):
             if line.strip():
                 rows[number] = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}, line {number}: not JSON ({error})")
+            hint = "one object a line; python -m data.convert reads other files"
+            raise UserError(f"{path}, line {number}: not JSON ({error}); {hint}")
     return rows
 
 

@@ -18,6 +18,8 @@ KEYS = {
     "pref": ("prompt", "chosen", "rejected"),
     "prompts": ("prompt",),
 }
+# Keys of well-known formats without which a row may mean something else
+TELLING = {"input": "put it into the prompt first", "label": "keep good rows with --where label"}
 SUBSTITUTES = {"sft": ["pref"], "pref": [], "prompts": ["pref", "sft"]}
 SHARE = 0.05  # of the prompts are held out
 
@@ -52,6 +54,8 @@ def load_rows(path, task):
                 found = f"{key!r} is {json.dumps(row[key])[:40]}" if key in row else f"no {key!r}"
                 hint = "python -m data.convert makes such files"
                 raise UserError(f"{where}: {found}; {wanted} as strings; {hint}")
+        if row.get("label") in (False, 0):
+            raise UserError(f'{where}: "label" is false: leave out bad examples, or the key')
         rows.append(tuple(row[key] for key in keys))
     if not rows:
         raise UserError(f"{path}: no rows; {wanted}")

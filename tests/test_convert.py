@@ -16,7 +16,7 @@ def convert(folder, text, flags):
     """-> status, stdout, stderr of the command for a file of this text, or of these objects."""
     if not isinstance(text, str):
         text = "".join(json.dumps(row) + "\n" for row in text)
-    path = folder / ("x.CSV" if "q,a" in text[:4] else "x")
+    path = folder / ("x.CSV" if "q,a" in text[:4] else "x.tsv" if "q\ta" in text[:4] else "x")
     path.write_bytes(text.encode())
     return run("data/convert.py", path, "--out", folder / "out", *flags.split())
 
@@ -40,8 +40,7 @@ ALPACA = [{"q": "1", "input": "", "a": "2"}, {"q": "3", "input": "4", "a": "5"}]
 KTO = [{"q": f"{x}", "a": "b", "label": x} for x in (True, False, 1, 0, "TRUE", 1.0, None)]
 SYSTEM = [{"role": "system", "content": " Be kind.\n"}]
 LONG = "System: Be kind.\nUser: 1\nAssistant: 2\nUser: 3\nAssistant:"
-SHAREGPT = [{"from": "human", "value": "1"}, {"from": "gpt", "value": "3"}]
-CHATS, HH = {"a": chat("1", "2"), "b": SHAREGPT}, {"a": talk("1", "2"), "b": talk("1", "3")}
+CHATS, HH = {"a": chat("1", "2"), "b": chat("1", "3")}, {"a": talk("1", "2"), "b": talk("1", "3")}
 TRL = {"q": chat("1"), "a": chat("", "2")[1:], "b": chat("", "3")[1:]}
 ULTRAFEEDBACK = {"q": "1\n", "a": chat("1", "2"), "b": "\n3"}
 Q = "User: 1\nAssistant:"
@@ -50,8 +49,12 @@ WHOLE = [
     {"q": "1", "a": chat("1", "2", "3", "4"), "b": "5"},
     {"q": "1", "a": "2", "b": talk("1", "2")},
     {"q": "1", "a": SYSTEM + chat("1", "2"), "b": "3"},
+    {"q": chat("1", "2"), "a": "2", "b": "3"},
+    {"q": talk("1", "2"), "a": "2", "b": "3"},
 ]
-BAD_CHATS = [{"m": x} for x in ([], chat("1", "2", "3"), "Human: 1", chat("", "2")[1:])]
+BAD_CHATS = [{"m": x} for x in ([], chat("1", "2", "3"), "Human: 1", talk("1", "2", "3"))]
+DEEP = '{"q": "1", "a": ' + "[" * 99_999
+STEER = [{"q": "1", "a": "2", "k\x1b": 1}, {"q": "\x1b", "\ud83d": 7}]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +64,9 @@ BAD_CHATS = [{"m": x} for x in ([], chat("1", "2", "3"), "Human: 1", chat("", "2
         (SFT, '\n [{"q": "1", "a": "2"},\n{"q": "3", "a": " 4"}]', [("1", " 2"), ("3", " 4")]),
         (SFT, TABLE, [('é, "1"\n2', " 3"), ("4\n", "\u20285")]),
         (PROMPTS, [{"q": "1"}, {"q": chat("1")}], [("1",), (Q,)]),
-        ("--prompt q,input --completion a", ALPACA, [("1", " 2"), ("3\n4", " 5")]),
+        (SFT, "q\ta\n1,2\t3", [("1,2", " 3")]),
+        (SFT, f"q,a\n1,{'2' * 200_000}", [("1", " " + "2" * 200_000)]),
+        (PROMPTS, [{"q": talk("1", "")[:-1]}], [(talk("1", "")[:-1],)]),
         (SFT + " --ignore input", ALPACA, [("1", " 2"), ("3", " 5")]),
         (SFT, ALPACA[:1], [("1", " 2")]),
         (SFT + " --where label", KTO, [(x, " b") for x in ("True", "1", "TRUE", "1.0")]),
@@ -72,33 +77,40 @@ BAD_CHATS = [{"m": x} for x in ([], chat("1", "2", "3"), "Human: 1", chat("", "2
         (SFT, [{"q": "1", "a": "2"}, {"q": None, "a": "2"}], [("1", " 2")]),
         (SFT, [{"q": "1", "a": x} for x in "23"], [("1", " 2"), ("1", " 3")]),
         # Rows that teach nothing are skipped; without any other, that is a fault.
-        (PREF, WHOLE, "3 skipped; an answer is a whole chat: leave out --prompt: 3"),
-        (PREF, BAD_PAIRS, "0 rows kept, 3 skipped; empty prompt or answer: 2; equal answers: 1\n"),
         (
-            CHAT,
-            BAD_CHATS[:2],
-            "by nobody, not by assistant: 1; the last message is by user, not by",
+            PREF,
+            WHOLE,
+            "5 a whole chat stands where a prompt or an answer should: leave out --prompt",
         ),
-        (
-            CHAT,
-            BAD_CHATS[2:],
-            r"; no '\n\nAssistant:' in a transcript: 1; empty prompt or answer: 1",
-        ),
+        (PREF, BAD_PAIRS, "2 empty prompt or answer: line 1, ...\n    1 equal answers: line 3"),
+        (CHAT, BAD_CHATS[:2], "2 the last message is not by the assistant: line 1, ..."),
+        (CHAT, BAD_CHATS[2:], "2 a transcript does not end with a turn of the assistant: line 1"),
         (PAIR, [{"a": talk("1", "2"), "b": talk("3", "4")}], "chats differ before the last reply"),
         # Any other fault
         (SFT, '{"q": "1", "a": "2"}\n{"q"', "x, line 2: not JSON ("),
+        (SFT, DEEP, "x, line 1: not JSON ("),
+        (SFT, "[" + DEEP, "x: cannot be read ("),
+        (SFT, "q,a\n", "no row is left to write"),
+        (SFT, STEER, 'x, line 2: no \'a\' in {"q": "\\u001b"'),
         (SFT, '\n{"q": "1"}', 'x, line 2: no \'a\' in {"q": "1"}'),
         (SFT, "7", "x, line 1: no 'q' in 7"),
         (PROMPTS, '[{"q": "1"},\n{"q": 7}]', "x, row 2: 'q' should be text or"),
-        ("--prompt q,x", '{"q": [], "x": ""}', "found []"),
         (PROMPTS, '[{"q": "1"}', "x: cannot be read ("),
-        (CHAT, [{"m": ["hi"]}], 'x, line 1: found "hi", no message'),
-        (CHAT, [{"m": [{"role": "user"}]}], 'found {"role": "user"}, no message'),
-        (SFT, "q,a,q\n1,2,3", "x.CSV: cannot be read (a column name comes twice in q, a, q)"),
+        (CHAT, [{"m": ["hi"]}], 'x, line 1: "hi" is no message'),
+        (CHAT, [{"m": [{"role": "user"}]}], '{"role": "user"} is no message with role and content'),
+        (
+            SFT,
+            "q,a,q\n1,2,3",
+            "x.CSV: cannot be read (the first line should name the columns, each once)",
+        ),
         (SFT, "q,a\n1,2\n\n3,4,5", "row 2 has 3 values for 2 columns"),
         (SFT, 'q,a\n1,"2\n', "cannot be read (unexpected end of data)"),
-        (SFT, ALPACA, "without 'input' a row may mean something else; add it to --prompt"),
-        (SFT, KTO, "add --where label, or leave it out with --ignore label"),
+        (
+            SFT,
+            ALPACA,
+            "'input' may change what a row means; put it into the prompt first, or --ignore input",
+        ),
+        (SFT, KTO, "keep good rows with --where label, or --ignore label"),
         (SFT + " --where c", ALPACA[:1], """no 'c' in {"q": "1", "input": "", "a": "2"}"""),
         (SFT + " --messages m", "{}", "-h shows which flags go together"),
         *((f"{PROMPTS} --val {x}", "{}", "--val is between 0 and 1") for x in (-0.1, 1.1, "nan")),
@@ -119,7 +131,7 @@ def test_a_file_is_replaced_on_request_alone_and_no_old_one_stays_beside_new_row
     rows, out = [{"q": f"{i}", "a": "x"} for i in range(99)], tmp_path / "out"
     more = {"q": "1", "a": " x", "c": 0, "b": [], "empty": "", "none": None}
     said = convert(tmp_path, [*rows, more], SFT + " --val 0.2")[1]
-    assert "x: 99 rows kept, 1 skipped; duplicate: 1; not used: b, c\n" in said
+    assert "99 rows kept, 1 skipped\n    1 duplicate: line 100, ...\n    not used: b, c\n" in said
     assert said.endswith("sft_val.jsonl: 14 rows written\n")
     assert {q for q, _ in rows_of(out, "sft_val")} == held_out([row["q"] for row in rows], 0.2)
     for flags, says in (
