@@ -3,10 +3,9 @@
     python train_rm.py                     after train_sft.py, on the same data
     python train_rm.py --data FOLDER       on pref_train.jsonl and pref_val.jsonl of your own
 
-The files hold rows {"prompt": ..., "chosen": ..., "rejected": ...}. The model starts from the SFT
-model, with a score head in place of the vocabulary head, and minimises the Bradley-Terry loss. Then
-its scores are shifted and scaled to mean 0 and standard deviation 1 on the SFT model's own answers,
-and capped where one in a hundred of these is higher. Writes out/rm.pt.
+The files hold rows {"prompt": ..., "chosen": ..., "rejected": ...}. The SFT model, with a score head,
+minimises the Bradley-Terry loss. Then its scores are shifted and scaled to mean 0 and standard
+deviation 1 on the SFT model's own answers, and capped. Writes out/rm.pt.
 """
 
 from dataclasses import dataclass
@@ -30,9 +29,8 @@ class TrainConfig(FitConfig):
 
 def pair_scores(model, pairs):
     """(prompt, chosen, rejected) as ids -> scores (B,) of the chosen and the rejected answers."""
-    rows = [prompt + answer for prompt, *answers in pairs for answer in answers]
-    tokens, lengths = pad(rows, model.mean.device)  # (2B, T), (2B,)
-    return model(tokens, lengths).view(-1, 2).unbind(1)
+    rows = [prompt + answer for prompt, *answers in pairs for answer in answers]  # 2B
+    return model(*pad(rows, model.mean.device)).view(-1, 2).unbind(1)
 
 
 @script
@@ -45,18 +43,16 @@ def train():
     model = RewardModel(sft).train()
     config.limit_steps(len(pairs))
     optimizer, schedule = adamw(model, config)
-    data = {"data": (pairs, prompts), "validate": validate, "val_rows": val_pairs}
-    run = Run("rm", config, model, tokenizer, optimizer, schedule, **data)
+    data = (pairs, prompts), validate, val_pairs
+    run = Run("rm", config, model, tokenizer, optimizer, schedule, *data)
 
     def loss(pairs):
         loss, stats = reward_model_loss(*pair_scores(model, pairs))
         return loss, {"loss": loss.item(), **stats}
 
-    def longest_answer(pair):  # pairs of similar length share a batch: little of it is padding
-        return max(map(len, pair[1:]))
-
     for _ in run.steps():
-        batch = run.batch(pairs, config.batch_size, longest_answer)
+        # Pairs of similar length share a batch: little of it is padding
+        batch = run.batch(pairs, config.batch_size, lambda pair: max(map(len, pair[1:])))
         optimizer.zero_grad()
         stats = backward(loss, batch, config.micro_batch, len)
         stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
@@ -67,19 +63,17 @@ def train():
     normalise(model, sft, prompts, config)
     run.finish(**figures)
     right, error = 100 * figures["val_accuracy"], 100 * figures["val_accuracy_se"]
-    print(f"{right:.1f} % ± {error:.1f} of the validation pairs right")
-    if right < 50 + 2 * error:
-        print("warning: that is not clearly better than chance; the reward may be noise")
+    chance = " (hardly more than by chance: is the reward noise?)" * (right < 50 + 2 * error)
+    print(f"{right:.1f} % ± {error:.1f} of the validation pairs right{chance}")
 
 
 @torch.no_grad()
 def validate(model, pairs, size):
-    """Mean loss and accuracy over the pairs, and the standard error of the latter. size: pairs in
-    memory at once."""
+    """Mean loss and accuracy over the pairs, `size` in memory at once, and the accuracy's error."""
     scores = torch.cat([torch.stack(pair_scores(model, x)) for x in in_parts(pairs, size)], 1)
     loss, stats = reward_model_loss(*scores)
-    accuracy, n = stats["accuracy"], len(pairs)
-    error = (accuracy * (1 - accuracy) / n) ** 0.5
+    accuracy = stats["accuracy"]
+    error = (accuracy * (1 - accuracy) / len(pairs)) ** 0.5
     return {"val_loss": loss.item(), "val_accuracy": accuracy, "val_accuracy_se": error}
 
 

@@ -45,8 +45,8 @@ def train():
     val_rows = read_ids(config.data, "sft", "val", tokenizer, model.config.context)
     config.limit_steps(len(rows))
     optimizer, schedule = adamw(model, config)
-    data = {"data": rows, "validate": validate, "val_rows": val_rows}
-    run = Run("sft", config, model.train(), tokenizer, optimizer, schedule, **data)
+    data = rows, validate, val_rows
+    run = Run("sft", config, model.train(), tokenizer, optimizer, schedule, *data)
 
     def loss(rows):
         return sft_loss(model, rows)
