@@ -137,8 +137,8 @@ def write_tokenizer(tokenizer, folder, context, scorer):
 
 @torch.no_grad()
 def export(path, folder, overwrite=False):
-    """Write a checkpoint in the Hugging Face format. A reward model gets a token more, to pad. Its
-    config has the cap of its scores, score_cap, which transformers does not apply."""
+    """Write a checkpoint in the Hugging Face format. A reward model gets a token more, to pad, and
+    loses the cap of its scores, for which GPT2ForSequenceClassification has no place."""
     transformers = import_transformers()
     model, tokenizer, _ = load_checkpoint(path, ("ppo", "sft", "rm"))
     if Path(folder).is_dir() and any(Path(folder).iterdir()) and not overwrite:
@@ -153,7 +153,7 @@ def export(path, folder, overwrite=False):
     if scorer:
         kind, pad = transformers.GPT2ForSequenceClassification, c.vocab_size
         config |= {"vocab_size": pad + 1, "pad_token_id": pad}
-        config |= {"num_labels": 1, "score_cap": model.cap.item()}
+        config |= {"num_labels": 1, "problem_type": "regression"}  # a score, not its sigmoid
     out = kind(transformers.GPT2Config(**config))
     if scorer:
         weight = trunk.token_embedding.weight
