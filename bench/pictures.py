@@ -11,113 +11,78 @@ import statistics
 
 from bench.tables import ROOT, load
 from data.files import write_file
+from plumbing.settings import read_flags, script
 
 BLUE, ORANGE, PURPLE, GREY = "#3b82f6", "#f97316", "#a855f7", "#8b949e"  # on white and on black
 GREEN = "#22c55e"
-PATHS = ("beta = 0.03", "default", "beta = 0.3", "a quarter of the pairs, beta = 0")
 KL = "KL to the reference, nats per response"
-MARKERS = "osD^v<>pPX*hd8"
-LABELS = {"speed, seed 0": "minippo", "speed, seed 0, LoRA": "minippo, LoRA"}
-LABELS["speed, seed 0, TRL"] = "TRL"
-KINDS = {"TRL": GREY, "PPO": BLUE, "RE": PURPLE, "RLOO": PURPLE, "GRPO": PURPLE}
 
 
-def figure(columns, width, height):
-    """Axes without a background."""
+def axes(columns, width, height):
+    """-> figure, axes, without a background."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    inks = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    papers = ("figure.facecolor", "axes.facecolor", "savefig.facecolor")
-    style = dict.fromkeys(inks, GREY) | dict.fromkeys(papers, "none")
-    style |= {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
+    inks = "text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"
+    style = dict.fromkeys(inks, GREY) | {"savefig.transparent": True, "legend.frameon": False}
+    style |= {"axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "minippo"}
     style |= {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]}  # text stays text
-    pyplot.rcParams.update(style | {"svg.hashsalt": "minippo"})
+    pyplot.rcParams.update(style)
     return pyplot.subplots(1, columns, figsize=(width, height), layout="constrained")
 
 
-def save(drawing, path):
-    """As SVG, with coordinates to a hundredth of a point."""
-    svg = io.StringIO()
-    drawing.savefig(svg, format="svg", metadata={"Date": None})
-    text = re.sub(r"-?\d+\.\d{3,}", lambda x: f"{float(x[0]):.2f}", svg.getvalue())
-    write_file(path, text)
-
-
-def plot_limits(axis, limits, name, **style):
-    """Best of n, and the best policy over beta."""
-    kinds = {True: [], False: []}
-    for label, x in limits.items():
-        kinds["best" in label].append((x["KL"][0], x[name][0]))
-    axis.plot(*zip(*kinds[False]), color=GREY, label="the best policy, over beta", **style)
-    axis.plot(*zip(*kinds[True]), "o:", color=PURPLE, label="best of 4, 16, 64", **style)
-
-
-def draw_frontier(results):
-    drawing, axes = figure(2, 10, 4)
-    for axis, name in zip(axes, ("score", "judge")):
-        plot_limits(axis, results["limits"], name)
-        for setting, colour in zip(PATHS, (ORANGE, BLUE, GREEN)):
-            path, label = results["paths"][setting], setting.replace("default", "beta = 0.1")
-            style = {"color": colour, "linewidth": 1, "label": f"PPO, {label}"}
-            axis.plot(path["kl"], path[name], ".-", **style)
+def frontier(results):
+    """Best of n, the best policy over beta, and the ways of PPO."""
+    figure, both = axes(2, 10, 4)
+    systems = results["systems"]
+    optima = [systems["the optimum at beta = 0.1"], *results["optima"].values()]
+    optima.sort(key=lambda row: row["kl"])
+    best = [systems[f"best of {n}"] for n in (4, 16, 64)]
+    for axis, name in zip(both, ("score", "judge")):
+        points, best_points = ([(x["kl"][0], x[name][0]) for x in rows] for rows in (optima, best))
+        axis.plot(*zip(*points), color=GREY, label="the best policy, over beta")
+        axis.plot(*zip(*best_points), "o:", color=PURPLE, label="best of 4, 16, 64")
+        for beta, colour in (("0.03", ORANGE), ("0.1", BLUE), ("0.3", GREEN)):
+            path, style = results["paths"][f"beta = {beta}"], {"color": colour, "linewidth": 1}
+            axis.plot(path["kl"], path[name], ".-", label=f"PPO, beta = {beta}", **style)
         axis.set(xlabel=KL, title=name)
-    axes[0].legend(loc="lower right")
-    return drawing
+    both[0].legend(loc="lower right")
+    return figure
 
 
-def draw_hacking(results):
-    drawing, axis = figure(1, 6, 3.6)
+def hacking(results):
+    figure, axis = axes(1, 6, 3.6)
     for name, colour in (("score", BLUE), ("judge", ORANGE)):
-        for setting, line in (("default", "-"), (PATHS[-1], "--")):
-            path, label = results["paths"][setting], setting.replace("default", "beta = 0.1")
-            axis.plot(path["kl"], path[name], line, color=colour, label=f"{name}, {label}")
+        for setting, line in (("beta = 0.1", "-"), ("a quarter of the pairs, beta = 0", "--")):
+            path = results["paths"][setting]
+            axis.plot(path["kl"], path[name], line, color=colour, label=f"{name}, {setting}")
     axis.set(xlabel=KL, xscale="symlog")
     axis.legend(fontsize=8)
-    return drawing
+    return figure
 
 
-def draw_neighbours(results):
-    drawing, axes = figure(2, 12, 4.5)
-    for axis, key in zip(axes, ("score", "judge")):
-        plot_limits(axis, results["limits_of_neighbours"], key, linewidth=1, markersize=3)
-        for (name, row), marker in zip(results["neighbours"].items(), MARKERS):
-            colour = next((x for part, x in KINDS.items() if part in name), ORANGE)
-            x, y = row["KL"], row[key]
-            axis.errorbar(x[0], y[0], y[1], x[1], fmt=marker, color=colour, label=name)
-        axis.set(xlabel=KL, title=key)
-    axes[1].legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
-    return drawing
-
-
-def draw_pretrained(results):
-    drawing, axis = figure(1, 6, 3.6)
-    for (name, path), colour in zip(
-        results["pretrained_speed_paths"].items(), (BLUE, PURPLE, GREY)
-    ):
-        means = [statistics.fmean(path["judge"][max(0, i - 4) : i + 1]) for i in range(20)]
-        axis.plot(path["seconds"], means, color=colour, label=LABELS[name])
+def pretrained(results):
+    figure, axis = axes(1, 6, 3.6)
+    for (name, path), colour in zip(results["pretrained_paths"].items(), (BLUE, GREY, PURPLE)):
+        judge = path["judge"]
+        means = [statistics.fmean(judge[max(0, i - 4) : i + 1]) for i in range(len(judge))]
+        axis.plot(path["seconds"], means, color=colour, label=name.removeprefix("speed, "))
     axis.set(xlabel="seconds since the first batch", ylabel="favourable, last five batches")
     axis.legend()
-    return drawing
+    return figure
 
 
-PICTURES = {  # name: the sections that it shows
-    "frontier": (draw_frontier, "limits", "paths"),
-    "hacking": (draw_hacking, "paths"),
-    "neighbours": (draw_neighbours, "neighbours", "limits_of_neighbours"),
-    "pretrained": (draw_pretrained, "pretrained_speed_paths"),
-}
-
-
-def draw(results, folder=ROOT / "bench"):
-    """All pictures whose figures are there."""
-    for name, (draw_it, *sections) in PICTURES.items():
-        if results.keys() >= {*sections}:
-            save(draw_it(results), folder / f"{name}.svg")
+@script
+def main():
+    read_flags(__doc__, run=False)
+    for draw in (frontier, hacking, pretrained):
+        svg = io.StringIO()
+        draw(load()).savefig(svg, format="svg", metadata={"Date": None})
+        text = re.sub(r"-?\d+\.\d{3,}", lambda x: f"{float(x[0]):.2f}", svg.getvalue())
+        write_file(ROOT / "bench" / f"{draw.__name__}.svg", text)
 
 
 if __name__ == "__main__":
-    draw(load())
+    main()

