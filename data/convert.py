@@ -157,10 +157,10 @@ def convert(path, keys, where_key="", ignored=()):
                 raise UserError(f"{path}, {place}: no {where_key!r} in {shown(row)}")
             if where_key and str(row[where_key]).lower() not in ("true", "1", "1.0"):
                 raise Skip(f"{where_key} is not true")
-            made = make_row(values, "prompt" in keys)
-            if made in rows:
+            new = make_row(values, "prompt" in keys)
+            if new in rows:
                 raise Skip("duplicate")
-            rows[made] = None
+            rows[new] = None
         except Skip as reason:
             skipped.setdefault(str(reason), []).append(place)
     for key in sorted(unused & TELLING.keys()):

@@ -51,9 +51,9 @@ def load_rows(path, task):
             raise UserError(f"{where}: found {type(row).__name__}; {wanted}")
         for key in keys:
             if not isinstance(row.get(key), str):
-                found = f"{key!r} is {json.dumps(row[key])[:40]}" if key in row else f"no {key!r}"
+                value = f"{key!r} is {json.dumps(row[key])[:40]}" if key in row else f"no {key!r}"
                 hint = "python -m data.convert makes such files"
-                raise UserError(f"{where}: {found}; {wanted} as strings; {hint}")
+                raise UserError(f"{where}: {value}; {wanted} as strings; {hint}")
         if row.get("label") in (False, 0):
             raise UserError(f'{where}: "label" is false: leave out bad examples, or the key')
         rows.append(tuple(row[key] for key in keys))

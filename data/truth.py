@@ -11,10 +11,10 @@ def judge_of(folder):
     """The judge, if all prompts of the folder are the zoo's; else None."""
     try:
         files = [folder / f"prompts_{split}.jsonl" for split in ("train", "val")]
-        known = all(prompt in PROMPTS for path in files for (prompt,) in load_rows(path, "prompts"))
+        zoo = all(prompt in PROMPTS for path in files for (prompt,) in load_rows(path, "prompts"))
     except UserError:  # a file is not there: these are other data
         return None
-    return judge if known else None
+    return judge if zoo else None
 
 
 def entropies(rows):

@@ -64,9 +64,9 @@ def read_vocabulary(source, theirs, size):
     wrong = ", ".join(sorted(set(words) ^ ids.keys())[:3])
     if wrong or sorted(ids.values()) != [*range(size)]:
         rule = f"have {size} tokens, as its weights: 256 bytes, what each merge makes, and {END}"
-        found = f"it has {len(ids)}, with ids up to {max(ids.values())}"
+        size = f"it has {len(ids)}, with ids up to {max(ids.values())}"
         wrong = f"missing or unknown: {wrong or 'none'}"
-        raise UserError(f"{source}: its vocabulary should {rule}; {found}; {wrong}")
+        raise UserError(f"{source}: its vocabulary should {rule}; {size}; {wrong}")
     byte_of = {character: byte for byte, character in CHARACTERS.items()}
     tokens = [bytes(byte_of[character] for character in word) for word in words[:-1]]
     ours, ids = Tokenizer(tokens), [ids[word] for word in words]
@@ -92,15 +92,15 @@ def read_gpt2(source, dropout=0.0, bfloat16=False):
         hint = "without a network, give a folder with config.json, model.safetensors, vocabulary"
         raise UserError(f"{source}: could not be read ({reason}); {hint}")
     c, gpt2 = theirs.config, transformers.GPT2Config()
-    found = [f"{name} in {kind}" for kind, names in info.items() for name in names]
-    wrong = [text for text in found if "attn.masked_bias" not in text]  # old files have it
+    loading = [f"{name} in {kind}" for kind, names in info.items() for name in names]
+    wrong = [text for text in loading if "attn.masked_bias" not in text]  # old files have it
     wrong += [f"{x} {getattr(c, x)}" for x in FIXED if getattr(c, x) != getattr(gpt2, x)]
     if not torch.equal(theirs.lm_head.weight, theirs.transformer.wte.weight):
         wrong.append("lm_head without the weights of wte")
     if wrong:
-        found = ", ".join(sorted(wrong)[:3])
+        first = ", ".join(sorted(wrong)[:3])
         rule = "should be a GPT-2 language model as OpenAI's, with the weights of its config.json"
-        raise UserError(f"{source}: {rule}; here {found}")
+        raise UserError(f"{source}: {rule}; here {first}")
     tokenizer, ids = read_vocabulary(source, tokenizer, c.vocab_size)
     shape = c.vocab_size, c.n_positions, c.n_layer, c.n_head, c.n_embd
     model = GPT(GPTConfig(*shape, dropout, bfloat16))

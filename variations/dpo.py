@@ -86,10 +86,10 @@ def main():
         return dpo_loss(*ratios, config.kl_coef, config.ipo)
 
     for _ in run.steps():
-        some, steps = run.batch(pairs, config.batch_size), []
-        prompts = [prompt for prompt, *_ in some[: config.samples]]
+        batch_pairs, steps = run.batch(pairs, config.batch_size), []
+        prompts = [prompt for prompt, *_ in batch_pairs[: config.samples]]
         batch = rollout(policy, ref, score, prompts, config)  # for the log alone
-        for minibatch in in_parts(some, -(-len(some) // config.minibatches)):
+        for minibatch in in_parts(batch_pairs, -(-len(batch_pairs) // config.minibatches)):
             optimizer.zero_grad()
             stats = backward(loss, minibatch, config.micro_batch, len)
             stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
