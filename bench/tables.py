@@ -28,7 +28,7 @@ CODE = ("--", "*.py", ":!tests", ":!bench")  # what decides what a run computes
 def made():
     """The last commit of the code, with a + where that has been changed since, and the machine."""
 
-    def git(*words):  # nothing where this is no clone
+    def git(*words):  # nothing in no clone
         process = subprocess.run(["git", *words, *CODE], cwd=ROOT, text=True, capture_output=True)
         return process.stdout.strip()
 

@@ -80,6 +80,8 @@ def test_the_tables_hold_what_is_stored():
     assert f"| {mean:.3f}±{error:.3f} |" in printed["systems"]
     text = "a\n<!-- seeds -->\n%s\n<!-- /seeds -->\nb"
     assert tables.fill(text % "old", printed) == text % printed["seeds"]
+    text = tables.TEXT.read_text(encoding="utf-8")
+    assert tables.fill(text, printed) == text
     assert tables.dumps(stored) == tables.PATH.read_text(encoding="utf-8")
     cells = {"": None, "3": 3, "0.123": 0.1234, "2.87±0.03": [2.874, 0.0321], "1.5": [1.5, None]}
     cells |= {"217±90": [217.1, 90.4], "`--k 8`": "--k 8", "0": [0.0, 0.0]}
