@@ -293,12 +293,12 @@ def test_a_page_is_written_every_minute_while_ppo_runs(tmp_path, monkeypatch, cl
     monkeypatch.setattr(room, "write_page", lambda *x: pages.append((it.step, *x)))
     for _ in it.steps():
         clock.now += 25
-        it.end_step({}, {"mask": torch.ones(2, 3).bool()})
+        it.end_step({}, {"mask": torch.ones(200, 3).bool()})
     settings = (tmp_path, tmp_path, it.settings, None)
     assert pages == [(3, *settings), (6, *settings), (9, *settings)]
     assert {line["judge"] for line in metrics(it.log_path)} == {1.5}
     line = json.loads(it.log_path.read_text().splitlines()[0])
-    assert line["tokens_per_second"] == round(2 * 4 / 25)
+    assert line["tokens_per_second"] == 200 * 4 // 25
 
 
 def test_tensorboard_has_each_number_at_its_step(tmp_path, monkeypatch, clock):
