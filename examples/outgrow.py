@@ -92,7 +92,7 @@ def train_grpo(config, prompts, tokenizer, score):
 
 
 @script
-def main(train=train_grpo):
+def main():
     config = read_flags(__doc__, Settings, out="out/outgrow")
     if not find_spec("trl"):
         raise UserError("the package trl is missing; pip install trl==1.12.0")
@@ -108,7 +108,7 @@ def main(train=train_grpo):
         for kind in ("sft", "rm"):
             export(f"{config.models}/{kind}.pt", config.out / kind, config.overwrite)
     process.wait_for_everyone()
-    train(config, prompts, tokenizer, score)
+    train_grpo(config, prompts, tokenizer, score)
     if process.is_main_process:
         policy.load_state_dict(read_gpt2(config.out / "policy")[0].state_dict())
         run.finish()

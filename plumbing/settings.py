@@ -28,12 +28,10 @@ class RunConfig:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        for word in re.findall(r"--[\w-]+", message):
-            near = difflib.get_close_matches(word.replace("-", "_"), self.names, 1)
-            if "unrecognized" in message and near:
-                raise UserError(
-                    f"{message}; did you mean --{near[0].lstrip('_')}? (-h explains them)"
-                )
+        if "unrecognized" in message:
+            for word in re.findall(r"--([\w-]+)", message):
+                for name in difflib.get_close_matches(word.replace("-", "_"), self.names, 1):
+                    message += f"; did you mean --{name}?"
         raise UserError(f"{message} (-h explains the flags)")
 
 
@@ -42,15 +40,15 @@ def read_flags(doc, *classes, run=True, positional="", **defaults):
     command line says.
 
     Each field is a flag, `--name value`, and the comment behind the field is its help text; a bool
-    that is true by default is `--no_name`. No number may be below 0, and none whose default is 1 or
-    more, a whole number, below 1. `defaults` replaces defaults. With `positional`, the name of what
+    that is true by default is `--no_name`. No number may be below 0, and no whole number whose
+    default is not 0 below 1. `defaults` replaces defaults. With `positional`, the name of what
     stands beside the flags, a list of these words comes second.
     """
     bases = (*classes, RunConfig) if run else classes
     settings = dataclasses.make_dataclass("Settings", [], bases=bases)
-    parser = Parser(doc, description=doc, allow_abbrev=False)
-    parser.usage, parser.prog = None, Path(sys.argv[0]).name
-    parser.formatter_class, parser.names = argparse.RawDescriptionHelpFormatter, []
+    name, form = Path(sys.argv[0]).name, argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog=name, description=doc, formatter_class=form, allow_abbrev=False)
+    parser.names = []
     fields, texts = dataclasses.fields(settings), explanations(settings)
     for field in fields:
         default = defaults.get(field.name, field.default)
@@ -60,7 +58,7 @@ def read_flags(doc, *classes, run=True, positional="", **defaults):
             flag = f"--no_{field.name}" if default else flag
             kind = {"action": "store_false" if default else "store_true", "dest": field.name}
             text = f"switch off: {texts[field.name]}" if default else texts[field.name]
-        parser.names.append(flag.replace("--", "__"))
+        parser.names.append(flag[2:])
         parser.add_argument(flag, default=default, help=text.replace("%", "%%"), **kind)
     if positional:
         parser.add_argument("words", metavar=positional, nargs="+")
