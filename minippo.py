@@ -301,7 +301,8 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0, with_entropy=False):
 # 3. Sampling
 #
 # For a new token, a transformer need not read the row again: of the earlier tokens, attention needs
-# the keys and values alone. These are kept in the *cache*, two tensors for each block.
+# the keys and values alone. These are kept in the *cache*, two tensors for each block. To read a
+# row in one pass is called *prefill*, to write token by token *decode*. Only the policy decodes.
 
 
 def draw(logits):
@@ -324,9 +325,13 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
     prompts: B lists of 1 to context - 1 ids (else ValueError). -> tokens (B, T), and (B, T-1) each:
     mask, logprobs (in nats) and values of the sampled tokens.
 
-    First the columns that all prompts have are read, then the rows go on together, column by
-    column: a longer prompt has its own token there, a response gets the one that is drawn. Rows
-    that have ended drop out.
+    The rows go on together, column by column. Prompts of 1, 2 and 4 tokens (p), sampled tokens (s),
+    the end token (e):
+
+        column    0  1  2  3  4  5
+                  p  s  s  e             column 0 is read for all rows, then a token is drawn for
+                  p  p  s  s  s  s       column 1 in all of them; rows 2 and 3 do not take it, they
+                  p  p  p  p  s  e       have their own. From column 4 on, row 1 drops out.
     """
     context, device = policy.config.context, policy.lm_head.weight.device
     if not all(0 < len(prompt) < context for prompt in prompts):
@@ -359,12 +364,15 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
 # --------------------------------------------------------------------------------------------------
 # 4. The reward model's loss
 #
-# Bradley and Terry (1952): people prefer answer a to b with probability sigmoid(score(a) -
-# score(b)). Only differences count. Why pairs? People agree on which of two answers is better more
-# than on grades. Why a model? Nobody would grade all responses that PPO samples, 57,600 in
-# train_ppo.py. These differ from the answers in the pairs (*distribution shift*), so their scores
-# may be wrong: too high, for example, for long or flattering answers. A policy that learns to get
-# such scores does *reward hacking*. Hence the price of the KL, and the cap.
+# Two answers to a prompt are sampled from the SFT model, and a person picks the better one. Why
+# pairs? People agree on which of two answers is better more than on grades. Bradley and Terry
+# (1952): a is preferred to b with probability sigmoid(score(a) - score(b)). Only differences count.
+# With a margin score(a) - score(b) of 2, 0, -2, the loss is 0.13, 0.69, 2.13.
+#
+# Why a model? Nobody would grade all responses that PPO samples, 57,600 in train_ppo.py. These
+# differ from the answers in the pairs (*distribution shift*), so their scores may be wrong: too
+# high, for example, for long, flattering or evasive answers. A policy that learns to get such
+# scores does *reward hacking*. Hence the penalty on the KL, and the cap.
 
 
 def reward_model_loss(chosen_scores, rejected_scores):
@@ -381,65 +389,51 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # 5. From the policy gradient to PPO (Schulman et al., arXiv:1707.06347), and to PPO for language
 # models (Ziegler et al., arXiv:1909.08593)
 #
-# We want a high E[score], the mean over sampled responses y. Tokens are drawn at random, and one
-# cannot differentiate through a draw. But the probability p(y) of a response has a gradient:
+# SFT knows the right token in every state. Now nobody does: the policy chooses all tokens, and one
+# grade comes at the end (a *sparse reward*). We want a high E[score], the mean over sampled
+# responses y. One cannot differentiate through a random draw. But the probability p(y) of a
+# response has a gradient:
 #
 #     grad E[score] = grad sum_y p(y) score(y) = sum_y grad p(y) score(y)
 #                   = sum_y p(y) grad log p(y) score(y)         because grad p = p grad log p
 #                   = E[ grad log p(y) score(y) ]               (the log-derivative trick)
 #
-# This is the *policy gradient*, a mean over samples again. So sample responses, and make each one
-# more probable, or less, in proportion to its score. What is never sampled gets no gradient:
-# sampling is how the policy *explores*.
+# This is the *policy gradient*, a mean over samples again: make each response more probable, or
+# less, in proportion to its score. As code, it is REINFORCE (Williams, 1992):
 #
-# The KL is more reward. J has score - beta * (log p - log ref) in place of the score. This contains
-# log p, which has a gradient too, so the product rule gives one more term:
+#     tokens, mask, _, _ = generate(policy, prompts, max_new_tokens)
+#     logprobs, _, _ = evaluate_actions(policy, tokens, mask)
+#     loss = -(logprobs.sum(1) * score(tokens, mask)).mean()    # log p(y) is the sum of log pi
+#
+# What is never sampled gets no gradient: sampling is how the policy *explores*. Four changes lead
+# from here to PPO: the KL, returns, a baseline, and several gradient steps on one batch.
+#
+# The first change: the KL is more reward. J has score - beta * (log p - log ref) in place of the
+# score. This contains log p, which has a gradient too, so the product rule gives one more term:
 #
 #     grad J = E[ grad log p (score - beta * (log p - log ref)) ] - beta * E[ grad log p ]
 #
-# The last term is 0: E[grad log p] = sum_y p grad log p = sum_y grad p = grad 1 = 0.
+# The last term is 0: E[grad log p] = sum_y p grad log p = sum_y grad p = grad 1 = 0. And log p is a
+# sum over the tokens of y, so the KL splits into a reward for each token, -beta * (log pi - log
+# ref). The score is one more reward, with the last token.
 #
-# log p(y) is the sum of log pi over the *trajectory* or *episode*, the states and actions of y. (In
-# a game, the *environment* chooses the next state. Here it only appends the token.) So the KL
-# splits into a reward for each token, -beta * (log pi - log ref), and the score is one more reward,
-# with the last token. The sum of all these multiplies each grad log pi. But which token deserves
-# how much? That is *credit assignment*. Three changes lead from here to PPO:
-#
-# 1. Only what comes after. A token cannot change the rewards before it: on average these add 0 (for
-#    the reason in 2). So its grad log pi is multiplied by the sum of the rewards from it on, the
-#    *return*.
-# 2. A baseline. What does not depend on the action may be subtracted from the return: on average it
-#    changes nothing, because E[grad log pi] = 0. But the gradient is less noisy if it is the
-#    *value* V, the return to be expected in this state. What is left is the *advantage* A: how much
-#    better than expected did this action turn out? (It estimates Q - V, where Q is the return to be
-#    expected after the action.) What predicts values is the *critic*, the policy the *actor*.
-# 3. Several gradient steps on one batch, because for large models sampling is slow. The first step
-#    is *on-policy*: the policy that is trained has sampled the batch. After it, the sampler is the
-#    *old* policy, and the next steps are *off-policy*. The *ratio* pi / old corrects for that,
-#    choice by choice (*importance sampling*): E_old[ratio * A] = sum_a old(a) (pi(a) / old(a)) A(a)
-#    = E_pi[A]. (The states are still those that old reached.) The gradient of ratio * A is ratio *
-#    A * grad log pi, because grad pi = pi grad log pi. At ratio 1, where an update begins, this is
-#    the policy gradient. Far from 1, a few large ratios dominate. So PPO clips the ratio.
-#
-# Do not confuse two policies: the old one sampled this batch, a few gradient steps ago. The
-# reference is the SFT model, frozen. The ratio compares pi with old, the KL compares pi with ref.
-# The clip does not replace the KL: it keeps each update small, but small steps add up.
-#
-# The KL has a direction. KL(pi || ref) is a mean over what pi says. So to say what ref hardly ever
-# says costs much, to give up answers costs little (*mode collapse*). KL(ref || pi), a mean over
-# what ref says, would keep all of its answers, mistakes too.
+# The KL is never below 0, and 0 only where both agree; a sample of it may be negative. It has a
+# direction. KL(pi || ref) is a mean over what pi says. So to say what ref hardly ever says costs
+# much, to give up answers costs little (*mode collapse*). KL(ref || pi), a mean over what ref says,
+# would keep all of its answers, mistakes too.
 #
 # Three estimates of the KL, where d is log pi - log ref of a sampled token (Schulman,
 # "Approximating KL divergence"):
 #
 #     k1 = d                   on average the KL, but often below 0     reward, metric
-#     k2 = d^2 / 2             its gradient is that of a token's KL    loss, if kl_loss_coef > 0
+#     k2 = d^2 / 2             its gradient is that of a token's KL     loss, if kl_loss_coef > 0
 #     k3 = exp(-d) - 1 + d     on average the KL, and never below 0     metric
 #
 # In a loss, the gradient of k1 is grad log pi, whose mean is 0: it would teach nothing. That of k2
 # is d * grad log pi, for each token its own d alone. In the reward, a token's d multiplies grad log
 # pi of that token and of all before it, which led there. k3 is never below 0, because exp(x) >= 1 +
-# x; and exp(-d) = ref / pi has the mean sum ref = 1. (GRPO has it as a loss.)
+# x, and near 0 it varies less than k1, so one logs it. Its mean is right because exp(-d) = ref / pi
+# has the mean sum ref = 1. (GRPO has k3 as a loss.)
 
 
 def bounded_exp(x):
@@ -468,6 +462,22 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
     return rewards
 
 
+# Which token deserves how much? This is *credit assignment*. So far the sum of all rewards of an
+# *episode* or *trajectory*, a response with its states and actions, multiplies each grad log pi in
+# it. (In a game, the *environment* chooses the next state. Here it only appends the token.) Two
+# more changes leave the mean of this gradient as it is, and make it less noisy:
+#
+# Only what comes after. A token cannot change the rewards before it, and on average they add 0 (for
+# the reason below). So its grad log pi is multiplied by the sum of the rewards from it on, the
+# *return*.
+#
+# A baseline. What does not depend on the action may be subtracted from the return: on average it
+# changes nothing, because E[grad log pi] = 0. PPO subtracts the *value* V, the return to be
+# expected in this state. What is left is the *advantage* A: how much better than expected did this
+# action turn out? (It estimates Q - V, where Q is the return to be expected after the action.) What
+# predicts values is the *critic*, the policy the *actor*.
+
+
 def gae(rewards, values, mask, gamma, lam):
     """Generalised advantage estimation (arXiv:1506.02438): (B, T-1) each -> advantages, returns.
 
@@ -484,8 +494,7 @@ def gae(rewards, values, mask, gamma, lam):
     lam = 1, the default, gives the sampled return less the value (*Monte Carlo*): right on average,
     but noisy. lam = 0 gives delta alone, which trusts the next value (*bootstrap*): less noisy, but
     wrong where the values are wrong. In between, A is a weighted mean of advantages that sample
-    n = 1, 2, 3, ... rewards before they trust a value, with weights (1 - lam) lam^(n - 1); the
-    longest one gets the remaining weight. Begin with .95 for responses of hundreds of tokens.
+    n = 1, 2, 3, ... rewards before they trust a value. Begin with 0.95 for hundreds of tokens.
 
     gamma below 1 makes a reward count less for each token that it lies ahead; for text 1 is usual.
     No reward follows the last action, so the value after it counts as 0, even if the length limit
@@ -517,6 +526,18 @@ def whiten(x, mask):
     return torch.where(mask & (std > rounding), (x - values.mean()) / std, 0.0)
 
 
+# The last change: several gradient steps on one batch, because for large models sampling is slow.
+# The first step is *on-policy*: the policy that is trained has sampled the batch. After it, the
+# sampler is the *old* policy, and the next steps are *off-policy*. The *ratio* pi / old corrects
+# for that, choice by choice (*importance sampling*): E_old[ratio * A] = sum_a old(a) (pi(a) /
+# old(a)) A(a) = E_pi[A]. (The states are still those that old reached.) The gradient of ratio * A
+# is ratio * A * grad log pi, because grad pi = pi grad log pi. At ratio 1, where an update begins,
+# this is the policy gradient. Far from 1, a few large ratios dominate. So PPO clips the ratio.
+#
+# Do not confuse two policies: the old one sampled this batch, a few gradient steps ago. The
+# reference is the SFT model, frozen. The ratio compares pi with old, the KL compares pi with ref.
+# The clip does not replace the KL: it keeps each update small, but small steps add up.
+#
 # The clip. For each token PPO maximises the smaller of ratio * A and clipped ratio * A. The
 # clipped ratio cannot leave the range from 1 - eps to 1 + eps; A is now the whitened advantage. The
 # response of the header, after a gradient step, with eps 0.2. All is computed from unrounded
@@ -531,18 +552,17 @@ def whiten(x, mask):
 #
 # Where the clipped product is the smaller one, there is no gradient, because a clipped ratio is a
 # constant. The first token has risen enough, the last has fallen enough. Why the smaller one, and
-# not the clipped one? Tokens share the weights, so others may have moved a ratio the wrong way.
-# If the first token, with A = 1.14, had fallen to 0.74, the clip alone would freeze it there. But
-# 0.74 A = 0.84 is less than 0.80 A = 0.91, and has a gradient: it is pulled back up. Likewise, if
-# the last one, with A = -1.29, had risen to 1.28: -1.66 is less than 1.20 A = -1.55, and the ratio
-# is pushed back down. In all:
+# not the clipped one? Tokens share the weights, so others may have moved a ratio the wrong way. If
+# the first token, with A = 1.14, had fallen to 0.74, the clip alone would freeze it there. But
+# 0.74 A = 0.84 is less than 0.80 A = 0.91, and has a gradient: it is pulled back up. Likewise the
+# last one, with A = -1.29, at 1.28: -1.66 is less than 1.20 A = -1.55, it is pushed down. In all:
 #
 #     gradient    ratio < 1 - eps            in between                 ratio > 1 + eps
 #     A > 0       ratio * A * grad log pi    ratio * A * grad log pi    0
 #     A < 0       0                          ratio * A * grad log pi    ratio * A * grad log pi
 #
-# So nothing is gained by leaving the range on the side that A asks for, but one step can jump over
-# its edge. The loss divides by the number of tokens in the step, where the derivation sums.
+# One step can still jump over the edge of the range. The loss divides by the number of tokens in
+# the step, where the derivation sums.
 
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
@@ -569,13 +589,17 @@ def value_loss(values, old_values, returns, mask, clip):
     """Half the mean squared error of the values: (B, T-1) each -> scalar, stats.
 
     Published code clips the values too, a convention: they should not follow one noisy batch too
-    far. The larger of the two errors counts; where that is the clipped one, there is no gradient.
+    far. Two errors are compared, that of the value and that of the value moved by at most `clip`;
+    the larger counts. The first value of the header, 0.80, should become 1.35. At 1.10 its error
+    is 0.03, at 1.00, as far as clip 0.2 lets it move, 0.06: so 0.06 counts, without a gradient.
     """
     check_mask(mask, values, old_values, returns)
     values, old_values, returns = values[mask], old_values.detach()[mask], returns.detach()[mask]
     clipped = old_values + (values - old_values).clamp(-clip, clip)
-    loss = 0.5 * torch.max((values - returns) ** 2, (clipped - returns) ** 2).mean()
-    return loss, {"value_loss": loss.item()}
+    errors, clipped_errors = 0.5 * (values - returns) ** 2, 0.5 * (clipped - returns) ** 2
+    loss = torch.max(errors, clipped_errors).mean()
+    value_clip_frac = (clipped_errors > errors).float().mean()
+    return loss, {"value_loss": loss.item(), "value_clip_frac": value_clip_frac.item()}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -670,9 +694,8 @@ def rollout(policy, ref, score, prompts, config, generate=generate):
 
 @torch.no_grad()
 def center_values(policy, batch):
-    """Before the first update: shift all values, in place, so that their mean is that of the scores
-    in a rollout. So a constant that is added to every score changes nothing: else the values would
-    have to learn it first, at the cost of the policy."""
+    """Before the first update: shift all values, in place, to the mean score of a rollout. So a
+    constant in the reward changes nothing; else the values would have to learn it first."""
     mean_value = masked_mean(batch["old_values"], batch["mask"])
     policy.value_head.bias += batch["scores"].mean() - mean_value
 
@@ -771,7 +794,13 @@ def explained_variance(values, returns, mask):
 
 
 def batch_metrics(batch, config):
-    """What to watch in a batch: means over its responses, or over their tokens."""
+    """What to watch in a batch: means over its responses, or over their tokens.
+
+    In a healthy run of train_ppo.py, score rises; kl climbs to a few nats and stays (if not, raise
+    kl_coef); entropy falls, but not to 0, where one answer is left (raise kl_coef); eos_rate stays
+    near 1; explained_variance climbs from 0. Of ppo_update, clip_frac stays below 0.01 and
+    ratio_max below 3 (if not, lower the learning rate).
+    """
     mask, scores, old_logprobs = batch["mask"], batch["scores"], batch["old_logprobs"]
     kl, kl_k3 = kl_per_response(old_logprobs, batch["ref_logprobs"], mask)
     means = {"score": scores, "kl": kl, "kl_k3": kl_k3, "rlhf_reward": scores - config.kl_coef * kl}

@@ -19,6 +19,7 @@ from data.files import UserError, printable
 from minippo import PPOConfig, compute_advantages, generate, rollout, table, trace
 from plumbing.hf import read_gpt2
 from plumbing.models import load_checkpoint, load_models
+from plumbing.page import likely_tokens
 from plumbing.settings import read_flags, script
 
 
@@ -57,6 +58,12 @@ def print_trace(sampled, policy, ref, score, tokenizer, temperature):
     columns, total = trace(batch, 0, spell), batch["scores"][0]
     print(f"    score {total:.2f}  KL {sum(columns['KL']):.2f}  beta {config.kl_coef:g}")
     print(*("    " + line for line in table(columns)), sep="\n")
+    print("\n    the likeliest tokens, and the sampled one: probability in the reference -> here")
+    models, tokens, mask = (policy, ref), batch["tokens"][0], batch["mask"][0]
+    likely = likely_tokens(models, tokens, mask, temperature, spell)
+    for action, rows in zip(columns["action"], likely):
+        cells = (f"{text:>11} {before:.2f} -> {now:.2f}" for text, now, before in rows)
+        print(f"    {action:>10} ", *cells)
 
 
 @script

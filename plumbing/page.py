@@ -8,16 +8,34 @@ from pathlib import Path
 import torch
 
 from data.files import read_log, write_file
-from minippo import evaluate_actions, trace
+from minippo import at_least_float32, evaluate_actions, trace
 
 POINTS = 300  # of a curve at most; where a log has more lines, a point is the mean of several
 RESPONSES = 6  # traced in an iteration
+LIKELY = 3  # next tokens shown in a state
 
 
 @torch.no_grad()
-def trace_responses(batch, policy, tokenizer, temperature):
+def likely_tokens(models, tokens, mask, temperature, spell):
+    """In the state of each action of a row, tokens (T,) and mask (T-1,): the likeliest next tokens by
+    the first of the models, which sampled the row, and the action -> a list of [text, its
+    probability by each model] for each action."""
+    hidden = [model.hidden(tokens[None, :-1], mask[None])[0] for model in models]  # (N, C) each
+    logits = [at_least_float32(x.lm_head(h)) / temperature for x, h in zip(models, hidden)]
+    chances = torch.stack(logits, -1).softmax(1)  # (N, V, models)
+    likely = chances[:, :, 0].topk(min(LIKELY, chances.shape[1])).indices.tolist()
+    actions = tokens[1:][mask].tolist()
+    return [
+        [[spell(i), *p[i].tolist()] for i in dict.fromkeys([*ids, action])]
+        for ids, action, p in zip(likely, actions, chances)
+    ]
+
+
+@torch.no_grad()
+def trace_responses(batch, before, ref, policy, tokenizer, temperature):
     """Some responses of a batch, from the lowest score to the highest, token by token: with the
-    numbers of the rollout, and what the policy says now."""
+    numbers of the rollout, what the policy says now, and the likely tokens before the update, in the
+    reference and now."""
     order = batch["scores"].argsort(stable=True)
     rows = order[torch.linspace(0, len(order) - 1, min(RESPONSES, len(order))).long()]
     batch = {name: x[rows] for name, x in batch.items()}
@@ -28,8 +46,14 @@ def trace_responses(batch, policy, tokenizer, temperature):
         for ids, inside in zip(tokens, mask)
     ]
     return [
-        {"prompt": prompt, "score": batch["scores"][i].item()}
-        | {"columns": trace(batch, i, tokenizer.spell)}
+        {
+            "prompt": prompt,
+            "score": batch["scores"][i].item(),
+            "columns": trace(batch, i, tokenizer.spell),
+            "likely": likely_tokens(
+                (before, ref, policy), tokens[i], mask[i], temperature, tokenizer.spell
+            ),
+        }
         for i, prompt in enumerate(prompts)
     ]
 

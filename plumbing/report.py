@@ -98,6 +98,11 @@ def faults(stats, kl):
     return wrong
 
 
+def traced(step, steps):
+    """Are some responses of this iteration traced? 1, 2, 5, 10, 20, 50, ... and the last."""
+    return str(step).rstrip("0") in ("1", "2", "5") or step == steps
+
+
 def watch(run, stats, batch):
     """Look at an iteration of PPO: warn, show a response, trace some -> the judge's grade, if the
     prompts are those of the default data."""
@@ -111,10 +116,11 @@ def watch(run, stats, batch):
     if step % 40 == 1:
         text = printable((texts[0][0] + texts[1][0])[:400])
         print(f"    {text!r}  score {batch['scores'][0]:.2f}  KL {kl[0]:.2f}")
-    if str(step).rstrip("0") in ("1", "2", "5") or step == config.steps:
+    if traced(step, config.steps):
         path = config.out / "ppo_traces.jsonl"
         lines = [line for line in read_log(path) if line["step"] < step]
-        responses = trace_responses(batch, run.model, run.tokenizer, config.temperature)
+        models = run.before, run.ref, run.model
+        responses = trace_responses(batch, *models, run.tokenizer, config.temperature)
         lines.append(strict({"step": step, "responses": responses}))
         write_file(path, "".join(json.dumps(line) + "\n" for line in lines))
     judge = judge_of(config.data)  # it only looks on

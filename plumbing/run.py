@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from data.files import UserError, read_log, write_file
-from minippo import row_lengths
+from minippo import frozen_copy, row_lengths
 from plumbing.models import read_contents, save_checkpoint, sources, write_contents
 from plumbing.page import strict, write_page
-from plumbing.report import watch
+from plumbing.report import traced, watch
 from plumbing.text import spread_over
 
 # Settings that --resume may change: they alter nothing but rounding and random draws.
@@ -69,7 +69,7 @@ class Run:
     """The steps of a run, one after the other, also across interruptions.
 
     kind: "sft", "rm" or "ppo". data: lists in any depth, which must be the same when the run goes
-    on, as the settings must. ref: a reference, if it moves. validate(model, rows, size) -> figures,
+    on, as the settings must. ref: the reference of PPO, saved too if it moves. validate(model, rows, size) -> figures,
     "val_loss" among them, for some of val_rows, `size` in memory at once: called ten times in a run,
     and the weights of the lowest loss are kept.
     """
@@ -90,6 +90,7 @@ class Run:
         self.kind, self.config, self.model, self.tokenizer = kind, config, model, tokenizer
         self.optimizer, self.validate, self.val_rows = optimizer, validate, val_rows
         self.parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+        self.ref, self.before = ref, None
         if getattr(config, "ref_update_every", 0):
             self.parts["ref"] = ref
         contents = repr((data, self.val_rows, tokenizer.tokens)).encode(errors="replace")
@@ -165,6 +166,8 @@ class Run:
         try:
             while self.step < self.config.steps:
                 self.lr = self.optimizer.param_groups[0]["lr"]
+                if self.ref and traced(self.step + 1, self.config.steps):
+                    self.before = frozen_copy(self.model)  # to be compared with
                 yield self.step
                 if self.interrupted:
                     self.save()

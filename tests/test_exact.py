@@ -7,10 +7,13 @@ update) must give the same in expectation.
 """
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
+import minippo
 from minippo import (
     PPOConfig,
     RewardModel,
@@ -141,6 +144,17 @@ def test_the_expected_update_is_the_same_when_every_response_is_a_batch_alone():
     task = Task()
     exact = gradient(task.objective(), task.policy)
     assert_equal(task.expected_step(task.record()), exact, 1e-9)
+
+
+def test_the_three_lines_of_reinforce_have_the_gradient_of_the_expected_score():
+    task, source = Task(kl_coef=0.0), Path(minippo.__file__).read_text(encoding="utf-8")
+    (lines,) = re.findall(r"REINFORCE \(.*\n#\n((?:#     .*\n){3})", source)
+    weighted = task.scores * task.chances()[:, 0] * len(task.scores)
+    names = vars(minippo) | {"policy": task.policy, "prompts": [], "max_new_tokens": 3}
+    names["generate"] = lambda *_: (task.tokens, task.mask, None, None)
+    exec(lines.replace("#     ", ""), names | {"score": lambda *_: weighted}, made := {})
+    step = gradient(-made["loss"], task.policy)
+    assert_equal(step, gradient(task.objective(), task.policy), 1e-9)
 
 
 def perfect_values(task):

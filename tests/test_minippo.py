@@ -152,6 +152,15 @@ def test_the_numbers_of_the_gradient_step_are_what_the_loss_gives():
     assert rows.keys() == computed.keys()
     for name, x in computed.items():
         assert rows[name][:3] == shown(x)
+    # The first value after a step, in value_loss
+    step = f64([[0, 1.10, 1.00, 0, 0]])
+    mask, returns = marks(".x..."), f64([[0, 1.35, 0, 0, 0]])
+    said = [value_loss(step, batch["old_values"], returns, mask, clip)[0] for clip in (inf, 0.2)]
+    assert (
+        [f"{x:.2f}" for x in said]
+        == ["0.03", "0.06"]
+        == re.findall(r"0\.0\d", value_loss.__doc__)[:2]
+    )
     # What the text says of ratios that have moved the wrong way
     for i, said, moved in ((1, (0.84, 0.91), 0.74), (3, (-1.66, -1.55), 1.28)):
         value, end = A[0, i].item(), 0.8 if moved < 1 else 1.2
@@ -540,6 +549,8 @@ def test_the_loss_is_minus_the_log_probability_of_the_choices_under_bradley_terr
     loss.backward()
     assert_equal(chosen.grad, (f64(chances) - 1) / 3)
     assert_equal(rejected.grad, (1 - f64(chances)) / 3)
+    losses = [reward_model_loss(f64([x]), f64([0.0]))[0].item() for x in (2, 0, -2)]
+    assert "of 2, 0, -2, the loss is {:.2f}, {:.2f}, {:.2f}".format(*losses) in SOURCE
     wrong, _ = reward_model_loss(f64([-5000.0]), f64([5000.0]))
     assert wrong.item() == pytest.approx(10_000)  # finite, however wrong
 
@@ -675,6 +686,7 @@ def test_the_value_loss_clips_around_the_old_value(value, old, target, loss, gra
     result, stats = value_loss(values, f64([[old]]), f64([[target]]), marks("x"), 0.2)
     result.backward()
     assert result.item() == pytest.approx(loss) == stats["value_loss"]
+    assert stats["value_clip_frac"] == (gradient == 0)
     assert values.grad.item() == pytest.approx(gradient)
 
 

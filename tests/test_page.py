@@ -40,7 +40,13 @@ def line_of_traces(step):
     batch |= minippo.compute_advantages(batch, minippo.PPOConfig())
     rows = [minippo.trace(batch, i, lambda x: "</script>" if x % 2 else " a") for i in (0, 1)]
     rows[0]["reward"][-1] = inf
-    responses = [{"prompt": ODD, "score": i, "columns": row} for i, row in enumerate(rows)]
+    likely = [
+        [[[" b", 0.5, nan, 0.25], [x, 0.125, 0.0625, 1.0]] for x in y["action"]] for y in rows
+    ]
+    responses = [
+        {"prompt": ODD, "score": i, "columns": row, "likely": likely[i]}
+        for i, row in enumerate(rows)
+    ]
     return strict({"step": step, "responses": responses})
 
 
@@ -87,18 +93,28 @@ def test_the_page_holds_logs_traces_and_report_with_five_digits_and_no_more_poin
 
 
 def test_some_responses_are_traced_from_the_lowest_score_to_the_highest():
-    policy, tokenizer = tiny_gpt(), Tokenizer([bytes([65 + i]) for i in range(10)])
+    policy, before, ref = (tiny_gpt() for _ in range(3))
+    tokenizer = Tokenizer([bytes([65 + i]) for i in range(10)])
     batch = minippo.rollout(
         policy, policy, lambda x, _: x.sum(1), [[1, 2], [3]] * 10, minippo.PPOConfig(4)
     )
     batch["old_logprobs"] -= 0.5 * batch["mask"]
-    traces = trace_responses(batch, policy, tokenizer, 1.0)
+    traces = trace_responses(batch, before, ref, policy, tokenizer, 0.7)
     order = batch["scores"].argsort(stable=True)[[0, 3, 7, 11, 15, 19]].tolist()
     assert [x["score"] for x in traces] == batch["scores"][order].tolist()
-    now = minippo.evaluate_actions(policy, batch["tokens"], batch["mask"])[0].detach()
+    now = minippo.evaluate_actions(policy, batch["tokens"], batch["mask"], 0.7)[0].detach()
+    places = batch["tokens"][:, :-1]
+    chances = [(x(places)[0].detach() / 0.7).softmax(-1) for x in (before, ref, policy)]
     for i, x in zip(order, traces):
         assert x["prompt"] == ("BC" if i % 2 == 0 else "D")
         columns = minippo.trace(batch | {"logprobs": now}, i, tokenizer.spell)
+        for t, action, likely in zip(batch["mask"][i].nonzero(), columns["action"], x["likely"]):
+            order = chances[0][i, t[0]].argsort(descending=True).tolist()[:3]
+            shown = dict.fromkeys([*map(tokenizer.spell, order), action])
+            assert [row[0] for row in likely] == list(shown)
+            for text, *p in likely:
+                j = tokenizer.eos if text == "<eos>" else ord(text) - 65
+                assert p == pytest.approx([y[i, t[0], j].item() for y in chances], abs=1e-9)
         assert x["columns"].pop("action") == columns.pop("action")
         assert {k: pytest.approx(v) for k, v in columns.items()} == x["columns"]
 
@@ -152,6 +168,14 @@ def test_in_a_browser_everything_is_there_and_a_token_shows_its_numbers(folder, 
             for title, words in (("advantage", "down up"), ("KL", "less more")):
                 assert words.split()[columns[title][i] > 0] in why[title].split()
             assert why["ratio"] == "pi now / pi: 35.0 % more probable"
+            cells = page.locator("#likely td").all_inner_texts()
+            spelt = page.locator(".response .token[aria-current]").inner_text().strip()
+            assert cells[:4] == [" b", "–", "50.0", "25.0"] and cells[5:] == [
+                "6.3",
+                "12.5",
+                "100.0",
+            ]
+            assert cells[4].strip() == f"{spelt} (sampled)"
         lines = strict([line_of_traces(1), line_of_traces(600)], 5)
         for title, sign in (("KL", -1), ("advantage", 1)):  # blue is what pays
             page.select_option("#colour", title)

@@ -23,10 +23,11 @@ import train_ppo
 import train_rm
 import train_sft
 from cli import CPU, FLAGS, ROOT, edited, metrics, run, stage, write_data, write_models
-from data.files import printable
+from data.files import printable, read_log
 from minippo import GPT, GPTConfig, PPOConfig, RewardModel, row_lengths
 from plumbing import run as room
 from plumbing.models import add_critic, fingerprint, load_checkpoint, load_models, text_reward
+from plumbing.page import likely_tokens
 from plumbing.text import Tokenizer
 from tiny import EOS, tiny_gpt, tiny_reward_model
 from variations import rloo
@@ -333,6 +334,14 @@ def test_ppo_trains_as_its_twin(begun):
     assert it.rows == [3, 6]  # there is a trace of 6
     start = "checked: before the first update the ratio is 1 and the KL to the reference is 0"
     assert start in it.printed and f"saved {folder}/ppo.pt" in it.printed
+    for response in [
+        x for line in read_log(folder / "ppo_traces.jsonl") for x in line["responses"]
+    ]:
+        columns = response["columns"]
+        for i, rows in enumerate(response["likely"]):
+            p = {text: chances for text, *chances in rows}[columns["action"][i]]
+            logs = [math.log(x) for x in p]  # by the policy that sampled, the reference, and now
+            assert logs[::2] == pytest.approx([columns[x][i] for x in ("log pi", "log pi now")])
 
 
 @pytest.mark.parametrize("values", [CRITIC, RLOO])
@@ -508,10 +517,20 @@ def test_the_sampler_prints_its_draws_and_the_numbers_of_ppo(begun, tmp_path, mo
     batch = {"tokens": tokens, "mask": mask, "scores": scores, "old_logprobs": logprobs}
     batch |= {"old_values": values, "ref_logprobs": ref_logprobs}
     batch |= minippo.compute_advantages(batch, PPOConfig())
-    columns = minippo.trace(batch, 0, lambda i: printable(tokenizer.spell(i)).replace(" ", "·"))
+
+    def spell(i):
+        return printable(tokenizer.spell(i)).replace(" ", "·")
+
+    columns = minippo.trace(batch, 0, spell)
     lines = [f"score {scores[0]:.2f}  KL {sum(columns['KL']):.2f}  beta 0.1"]
     _, said, _ = run(*words, *texts, "--trace")
-    assert said.endswith("".join(f"    {x}\n" for x in lines + minippo.table(columns)))
+    lines += [*minippo.table(columns), ""]
+    lines.append("the likeliest tokens, and the sampled one: probability in the reference -> here")
+    likely = likely_tokens((policy, sft), tokens[0], mask[0], 0.7, spell)
+    for action, rows in zip(columns["action"], likely, strict=True):
+        cells = [f"{text:>11} {ref:.2f} -> {here:.2f}" for text, here, ref in rows]
+        lines.append(" ".join([f"{action:>10} ", *cells]))
+    assert said.endswith("".join(f"    {x}\n" if x else "\n" for x in lines))
 
     monkeypatch.syspath_prepend(folder)
     policy = shutil.copy(folder / "ppo.pt", tmp_path)

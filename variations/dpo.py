@@ -79,7 +79,7 @@ def main():
     policy, ref, score, tokenizer = load_models(config)
     pairs = read_ids(config.data, "pref", "train", tokenizer, policy.config.context)
     optimizer, schedule = adamw(policy, config)
-    run = Run("ppo", config, policy, tokenizer, optimizer, schedule, data=pairs)
+    run = Run("ppo", config, policy, tokenizer, optimizer, schedule, data=pairs, ref=ref)
 
     def loss(pairs):
         ratios = log_ratios(policy, ref, pairs, config.temperature)

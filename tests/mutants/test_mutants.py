@@ -26,12 +26,12 @@ os.environ.pop("CI", None)  # with it, pytest would find and print all that diff
 def mutants():
     """bugs.txt -> (name, file, [(old, new), ...], killer) each."""
     for part in re.split(r"(?m)^## ", TEXT)[1:]:
-        file, _, bugs = part.partition("\n")
-        for bug in bugs.strip().split("\n\n"):
-            name, *lines = bug.split("\n")
-            changes = re.findall(r"((?:    - .*\n)+)((?:    \+ .*\n)+)", bug)
+        head, *bugs = part.strip().split("\n\n")
+        file, killer = head.split(", ")
+        for bug in bugs:
+            changes = re.findall(r"((?:    - .*\n)+)((?:    \+ .*\n)+)", bug + "\n")
             changes = [[re.sub(r"(?m)^    . ", "", x)[:-1] for x in change] for change in changes]
-            yield name, file, changes, "::".join(lines[-1].split())
+            yield bug.partition(": ")[0], file, changes, killer
 
 
 MUTANTS = list(mutants())
