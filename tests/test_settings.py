@@ -41,7 +41,8 @@ sft --init gpt2 -> --init brings its own size and vocabulary
 ppo --temperature 0 -> temperature (0.0): should be above 0
 ppo --gamma 2 -> gamma (2.0) and lam (1.0): should be from 0 to 1
 ppo --batch_size 1 -> --batch_size 1: should be a multiple of --k 1, >= --minibatches 2
-ppo --algorithm dpo -> unrecognized arguments: --algorithm dpo
+ppo --algorithm dpo -> unrecognized arguments: --algorithm dpo; did you mean python -m variations.dpo? (-h
+ppo grpo -> unrecognized arguments: grpo; did you mean python -m variations.grpo?
 ppo --lr -> argument --lr: expected one argument (-h
 variations/rloo.py --lam 0.9 -> unrecognized arguments: --lam 0.9
 variations/rloo.py --k 1 -> k (1): should be at least 2
