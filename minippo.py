@@ -69,8 +69,9 @@ import torch.nn.functional as F
 # --------------------------------------------------------------------------------------------------
 # 1. The networks
 #
-# A GPT-2 (Radford et al., 2019). The policy adds a value head to it: one number per position. The
-# reward model has a score head in place of the vocabulary head: one number per row.
+# A GPT-2 (Radford et al., 2019), without dropout: with it, sampling and update would disagree about
+# log pi. The policy adds a value head: one number per position. The reward model has a score head in
+# place of the vocabulary head: one number per row.
 
 
 @dataclass
@@ -80,14 +81,11 @@ class GPTConfig:
     layers: int = 4  # transformer blocks
     heads: int = 4  # attention heads
     channels: int = 96  # width of the model; a multiple of heads
-    dropout: float = 0.0  # share of activations dropped in stages 1 and 2; never in PPO
     bfloat16: bool = False  # matrix products of the blocks in 16 bits: faster on GPUs and some CPUs
 
     def __post_init__(self):
         if self.channels % self.heads:
             raise ValueError(f"channels ({self.channels}): not a multiple of heads ({self.heads})")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout ({self.dropout}): should be at least 0 and below 1")
         self.eos = self.vocab_size - 1
 
 
@@ -96,7 +94,7 @@ class Attention(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.heads, self.dropout = config.heads, config.dropout
+        self.heads = config.heads
         self.qkv = nn.Linear(config.channels, 3 * config.channels)
         self.out = nn.Linear(config.channels, config.channels)
 
@@ -113,9 +111,8 @@ class Attention(nn.Module):
             for stored, new in zip(cache, (k, v)):
                 stored[:, :, start:end] = new
             k, v = (stored[:, :, :end] for stored in cache)
-        dropout = self.dropout if self.training else 0.0
         causal = q.shape[2] > 1  # a single query is the last position: it may read all of them
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=dropout)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -129,11 +126,10 @@ class Block(nn.Module):
         self.attention = Attention(config)
         self.norm2 = nn.LayerNorm(C)
         self.mlp = nn.Sequential(nn.Linear(C, 4 * C), nn.GELU("tanh"), nn.Linear(4 * C, C))
-        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, cache=None, start=0):
-        x = x + self.dropout(self.attention(self.norm1(x), cache, start))
-        return x + self.dropout(self.mlp(self.norm2(x)))
+        x = x + self.attention(self.norm1(x), cache, start)
+        return x + self.mlp(self.norm2(x))
 
 
 class Trunk(nn.Module):
@@ -145,7 +141,6 @@ class Trunk(nn.Module):
         self.config = config
         self.token_embedding = nn.Embedding(config.vocab_size, config.channels)
         self.position_embedding = nn.Embedding(config.context, config.channels)
-        self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.channels)
         std = 0.02 * math.sqrt(768 / config.channels)  # GPT-2's 0.02, carried over to other widths
@@ -159,7 +154,7 @@ class Trunk(nn.Module):
 
     def forward(self, tokens, read=None, cache=None, start=0):
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
-        x = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))
+        x = self.token_embedding(tokens) + self.position_embedding(positions)
         with torch.autocast(x.device.type, torch.bfloat16, self.config.bfloat16):
             for i, block in enumerate(self.blocks):
                 x = block(x, cache and cache[i], start)
@@ -654,7 +649,7 @@ class PPOConfig(PolicyGradientConfig):
 
 
 def frozen_copy(model):
-    """A copy that is never trained and has no dropout: the reference, or the reward model."""
+    """A copy that is never trained: the reference, or the reward model."""
     return copy.deepcopy(model).eval().requires_grad_(False)
 
 
@@ -847,7 +842,7 @@ def main():
 
     torch.manual_seed(0)
     iterations, lr, config = 100, 3e-3, PPOConfig(max_new_tokens=8)
-    policy = GPT(GPTConfig(len(letters), context=16, layers=2, channels=32)).eval()  # no dropout
+    policy = GPT(GPTConfig(len(letters), context=16, layers=2, channels=32)).eval()
     ref = frozen_copy(policy)
     optimizer = torch.optim.Adam(policy.parameters(), lr)
     prompts = [[letter] for letter in range(26)]

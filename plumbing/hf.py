@@ -77,7 +77,7 @@ def read_vocabulary(source, theirs, size):
     return ours, ids
 
 
-def read_gpt2(source, dropout=0.0, bfloat16=False):
+def read_gpt2(source, bfloat16=False):
     """A name (gpt2, gpt2-medium, gpt2-large, gpt2-xl) or a local folder -> GPT, Tokenizer."""
     transformers = import_transformers()
     if not Path(source).is_dir():
@@ -103,7 +103,7 @@ def read_gpt2(source, dropout=0.0, bfloat16=False):
         raise UserError(f"{source}: {rule}; here {first}")
     tokenizer, ids = read_vocabulary(source, tokenizer, c.vocab_size)
     shape = c.vocab_size, c.n_positions, c.n_layer, c.n_head, c.n_embd
-    model = GPT(GPTConfig(*shape, dropout, bfloat16))
+    model = GPT(GPTConfig(*shape, bfloat16))
     copy_trunk(theirs.transformer, model.trunk)
     weight = model.trunk.token_embedding.weight
     weight.data.copy_(weight[ids])
@@ -147,7 +147,7 @@ def export(path, folder, overwrite=False):
     c, trunk, scorer = model.config, model.trunk, isinstance(model, RewardModel)
     config = {"n_positions": c.context, "n_layer": c.layers, "n_head": c.heads}
     config |= {"n_embd": c.channels, "vocab_size": c.vocab_size}
-    config |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), c.dropout)
+    config |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     config |= dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eos)
     kind = transformers.GPT2LMHeadModel
     if scorer:

@@ -91,10 +91,10 @@ def new_model(config, rows):
         return GPT(shape).to(config.device), tokenizer
     from plumbing.hf import read_gpt2
 
-    if shape != GPTConfig(dropout=shape.dropout, bfloat16=shape.bfloat16):
+    if shape != GPTConfig(bfloat16=shape.bfloat16):
         raise UserError("--init brings its own size and vocabulary: leave out flags for them")
     print(f"reading the weights and the vocabulary of {config.init}", flush=True)
-    model, tokenizer = read_gpt2(config.init, shape.dropout, shape.bfloat16)
+    model, tokenizer = read_gpt2(config.init, shape.bfloat16)
     return model.to(config.device), tokenizer
 
 

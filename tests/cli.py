@@ -108,7 +108,7 @@ def same_weights(a, b):
 
 CPU = ["--device", "cpu"]
 FIT = "--device cpu --epochs 1 --batch_size 16 --warmup 1".split()
-SMALL = "--layers 1 --heads 2 --channels 16 --context 48 --vocab_size 300 --dropout 0.1".split()
+SMALL = "--layers 1 --heads 2 --channels 16 --context 48 --vocab_size 300".split()
 SFT, RM = [*FIT, *SMALL], [*FIT, "--max_new_tokens", "8"]
 PPO = "--device cpu --steps 3 --batch_size 8 --minibatches 2 --max_new_tokens 8 --warmup 1".split()
 FLAGS = {"sft": SFT, "rm": RM, "ppo": [*PPO, "--no_report"]}
@@ -143,7 +143,7 @@ def write_models(folder):
     torch.manual_seed(1)
     rows = load_rows(folder / "data" / "prompts_train.jsonl", "prompts")
     tokenizer = Tokenizer.train((x for (x,) in rows), 300)
-    shape = GPTConfig(tokenizer.vocab_size, 48, layers=2, heads=2, channels=16, dropout=0.1)
+    shape = GPTConfig(tokenizer.vocab_size, 48, layers=2, heads=2, channels=16)
     sft = stir(GPT(shape), 0.1)
     sft.trunk.norm.bias.data[0], sft.lm_head.weight.data[tokenizer.eos, 0] = 5.0, 0.6
     model = stir(RewardModel(sft), 0.1)

@@ -61,8 +61,8 @@ def test_an_imported_gpt2_gives_the_logits_and_ids_of_transformers(tmp_path):
     file = {"h.0.attn.bias": torch.ones(1, 1, 48, 48), "h.0.attn.masked_bias": torch.tensor(-1e4)}
     file |= {name.removeprefix("transformer."): x for name, x in old.items()}
     save_file(file, path, metadata={"format": "pt"})
-    model, tokenizer = hf.read_gpt2(tmp_path, 0.25)
-    assert model.training and model.config.dropout == 0.25
+    model, tokenizer = hf.read_gpt2(tmp_path)
+    assert model.training and hf.read_gpt2(tmp_path, True)[0].config.bfloat16
     words = ["".join(hf.CHARACTERS[byte] for byte in token) for token in tokenizer.tokens]
     order = torch.tensor([ids[word] for word in [*words, hf.END]])  # their id for each of ours
     assert_same_logits(model, theirs, order)
@@ -74,7 +74,7 @@ def test_an_imported_gpt2_gives_the_logits_and_ids_of_transformers(tmp_path):
 def exported(folder, kind):
     """A checkpoint with random weights and its export -> model, tokenizer, folder of the export."""
     tokenizer = Tokenizer.train([*zoo.PROMPTS, *TEXTS * 3], 400)
-    model = stir(GPT(GPTConfig(400, 32, 2, heads=2, channels=16, dropout=0.25)), 0.2)
+    model = stir(GPT(GPTConfig(400, 32, 2, heads=2, channels=16)), 0.2)
     if kind == "rm":
         model = stir(RewardModel(model), 0.1)
         model.mean.fill_(0.7), model.std.fill_(1.9)
@@ -91,7 +91,7 @@ def test_an_exported_policy_gives_the_same_logits_and_can_be_read_again(tmp_path
     theirs = GPT2LMHeadModel.from_pretrained(out)
     assert_same_logits(model, theirs, torch.arange(400))
     c = theirs.config
-    assert (c.resid_pdrop, c.embd_pdrop, c.attn_pdrop, c.n_positions) == (0.25, 0.25, 0.25, 32)
+    assert (c.resid_pdrop, c.embd_pdrop, c.attn_pdrop, c.n_positions) == (0.0, 0.0, 0.0, 32)
     assert c.bos_token_id == c.eos_token_id == theirs.generation_config.eos_token_id == 399
     again, same = hf.read_gpt2(str(out))
     assert same.tokens == tokenizer.tokens

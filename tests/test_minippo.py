@@ -175,8 +175,7 @@ def test_the_numbers_of_the_gradient_step_are_what_the_loss_gives():
 
 def test_the_defaults_are_those_that_were_measured():
     assert str(GPTConfig()) == (
-        "GPTConfig(vocab_size=1024, context=128, layers=4, heads=4, channels=96, dropout=0.0, "
-        "bfloat16=False)"
+        "GPTConfig(vocab_size=1024, context=128, layers=4, heads=4, channels=96, bfloat16=False)"
     )
     assert str(PPOConfig()) == (
         "PPOConfig(max_new_tokens=48, temperature=1.0, length_penalty=0.0, missing_eos_penalty=1.0, "
@@ -193,8 +192,6 @@ def test_the_end_token_is_the_last_of_the_vocabulary_and_heads_share_the_channel
     for wrong in ({"temperature": 0}, {"gamma": 1.1}, {"lam": 2}, {"lam": nan}):
         with pytest.raises(ValueError, match=f"{[*wrong][0]} .*: should be"):
             PPOConfig(**wrong)
-    with pytest.raises(ValueError, match="dropout"):
-        GPTConfig(dropout=1.0)
 
 
 def by_formula(policy, tokens):
@@ -254,22 +251,6 @@ def test_weights_start_at_gpt_2s_spread_smaller_where_branches_add_up_and_values
     heads = [RewardModel(GPTConfig(3, 8, 1, heads=1, channels=3)).score_head for _ in range(300)]
     assert torch.cat([head.weight for head in heads]).std().item() == pytest.approx(0.5, rel=0.08)
     assert not heads[0].bias.any()
-
-
-@pytest.mark.parametrize("where", ["embeddings", "attention", "out", "mlp.2"])
-def test_each_of_four_dropouts_drops_in_training_only(where):
-    policy, tokens = tiny_gpt(layers=1, dropout=0.5), torch.randint(EOS, (5, 9))
-    (block,) = policy.trunk.blocks
-    for name, layer in {"out": block.attention.out, "mlp.2": block.mlp[2]}.items():
-        if name != where:  # dropout acts on zeros
-            layer.weight.data.zero_(), layer.bias.data.zero_()
-    policy.trunk.dropout.p *= where == "embeddings"
-    block.attention.dropout *= where == "attention"
-    if where == "attention":
-        stir(block.attention.out), setattr(block.dropout, "p", 0.0)
-    still = policy(tokens)[0]
-    assert torch.equal(policy(tokens)[0], still)
-    assert not torch.equal(policy.train()(tokens)[0], still)
 
 
 def test_a_reward_model_starts_with_a_copy_of_the_policy_and_shares_nothing():
@@ -693,8 +674,8 @@ def test_the_value_loss_clips_around_the_old_value(value, old, target, loss, gra
 # 6. The loop
 
 
-def test_a_frozen_copy_is_a_copy_without_gradients_or_dropout():
-    model = tiny_reward_model(dropout=0.5).train()
+def test_a_frozen_copy_is_a_copy_without_gradients_in_eval_mode():
+    model = tiny_reward_model().train()
     frozen, before = frozen_copy(model), weights(model)
     assert_equal(weights(frozen), before)
     assert not any(p.requires_grad for p in frozen.parameters())
@@ -865,7 +846,7 @@ def test_an_update_is_a_plain_loop_and_pieces_of_a_step_add_up(
 
 
 def test_before_the_first_step_the_ratio_is_1_and_then_it_moves():
-    policy = tiny_gpt(dropout=0.5)  # in eval mode, and it stays there
+    policy = tiny_gpt()
     config = PPOConfig(max_new_tokens=8, temperature=0.7, minibatches=1)
     batch = rollout(policy, policy, lambda tokens, mask: -mask.sum(1).double(), PROMPTS, config)
     batch |= compute_advantages(batch, config)

@@ -23,7 +23,7 @@ TOKENS, MASK = torch.tensor([[65, 66, 67, 256], [68, 69, 0, 0]]), marks(".xx", "
 
 
 def test_a_checkpoint_brings_back_the_same_model_its_tokenizer_and_its_figures(tmp_path):
-    shape = GPTConfig(257, 16, 1, 2, 8, dropout=0.5, bfloat16=True)
+    shape = GPTConfig(257, 16, 1, 2, 8, bfloat16=True)
     models = {"ppo": GPT(shape), "sft": GPT(shape), "rm": RewardModel(shape)}
     models["ppo"].critic = Trunk(shape)
     models["rm"].mean.fill_(0.5), models["rm"].std.fill_(3.0), models["rm"].cap.fill_(0.1)
@@ -152,13 +152,13 @@ def test_scores_are_normalised_on_answers_of_the_sft_model_in_pieces_and_capped(
 
 
 def test_a_first_model_has_the_size_of_its_settings_or_is_a_gpt2(monkeypatch):
-    config = SimpleNamespace(**vars(GPTConfig(300, 16, 1, 2, 8, 0.1)), init="", device="cpu")
+    config = SimpleNamespace(**vars(GPTConfig(300, 16, 1, 2, 8, True)), init="", device="cpu")
     model, tokenizer = new_model(config, [("a", "b")])
-    assert model.config == GPTConfig(257, 16, 1, 2, 8, 0.1) and model.config.eos == 256
+    assert model.config == GPTConfig(257, 16, 1, 2, 8, True) and model.config.eos == 256
     assert tokenizer.vocab_size == 257
     monkeypatch.setattr("plumbing.hf.read_gpt2", lambda *x: (torch.nn.Linear(1, 1), x))
-    config = SimpleNamespace(**vars(GPTConfig(dropout=0.1)), init="gpt2", device="cpu")
-    assert new_model(config, [])[1] == ("gpt2", 0.1, False)
+    config = SimpleNamespace(**vars(GPTConfig(bfloat16=True)), init="gpt2", device="cpu")
+    assert new_model(config, [])[1] == ("gpt2", True)
     config.context = 64
     with pytest.raises(UserError, match="--init brings its own size and vocabulary"):
         new_model(config, [])

@@ -306,7 +306,6 @@ def test_sft_and_reward_model_are_trained_as_their_twins(fitted, kind, values, r
     assert agree(folder, kind, [*log, end])
     best = end["best_step"]
     assert best < len(log) and not (folder / f"{kind}_best.pt").exists()
-    # with gradients and dropout in training, without in validation
     assert it.modes == {(True, True), (False, False)} and it.rows[0] == rows
     lines = [f"the validation loss was lowest at step {best}: saving that model"]
     lines += [f"saved {folder}/{kind}.pt", f"validation loss {end['val_loss']:.4f} nats/token"]
@@ -330,7 +329,7 @@ def test_ppo_trains_as_its_twin(begun):
     for name in PPO:
         twin = plain_ppo(folder, PPO | {name: default[name]}, it.state)
         assert not agree(folder, "ppo", twin), name
-    assert it.modes == {(True, False), (False, False)}  # never dropout
+    assert it.modes == {(True, False), (False, False)}
     assert it.rows == [3, 6]  # there is a trace of 6
     start = "checked: before the first update the ratio is 1 and the KL to the reference is 0"
     assert start in it.printed and f"saved {folder}/ppo.pt" in it.printed
@@ -382,14 +381,17 @@ def numbers(folder, root):
     return lines
 
 
-EMBEDDING = "self.dropout(self.token_embedding(tokens) + self.position_embedding(positions))"
+EMBEDDING = "x = self.token_embedding(tokens) + self.position_embedding(positions)"
 GATE = "        self.norm = nn.LayerNorm(config.channels)\n        std ="
 EDITS = {  # of minippo.py, and the stages whose metrics they leave as they were
-    "residual": ([("x = x + self.dropout(self.att", "x = 1.5 * x + self.dropout(self.att")], []),
+    "residual": ([("x = x + self.att", "x = 1.5 * x + self.att")], []),
     "ReLU": ([('nn.GELU("tanh")', "nn.ReLU()")], []),
-    "scale": ([("dropout_p=dropout)", "dropout_p=dropout, scale=0.01)")], []),
+    "scale": ([("is_causal=causal)", "is_causal=causal, scale=0.01)")], []),
     "draw": ([("searchsorted(ends, u, right=True)", "argmax(logits, 1, True)")], ["sft", "rm"]),
-    "noise": ([(EMBEDDING, f"{EMBEDDING} + 0.1 * self.training * torch.randn(1)")], []),
+    "noise": (
+        [(EMBEDDING, f"{EMBEDDING} + 0.1 * self.training * torch.randn(self.config.channels)")],
+        [],
+    ),
     "gate": (
         [
             (EMBEDDING, f"{EMBEDDING} * (1 + self.gate)"),

@@ -31,7 +31,6 @@ sft --lr nan -> --lr nan: should be at least 0 (-h
 sft --steps 0 -> --steps 0: should be at least 1 (-h
 sft --micro_batch -1 -> --micro_batch -1: should be at least 0
 sft --heads 3 -> channels (16): not a multiple of heads (3) (-h
-sft --dropout 1 -> dropout (1.0): should be at least 0 and below 1
 sft --device tpu -> --device tpu: should be auto, cpu or cuda
 sft --device cuda -> --device cuda: this PyTorch sees no CUDA GPU; use --device cpu
 sft --resume -> --resume goes on ... --overwrite begins again: give one of them
