@@ -3,9 +3,8 @@
     python train_rm.py                     after train_sft.py, on the same data
     python train_rm.py --data FOLDER       on pref_train.jsonl and pref_val.jsonl of your own
 
-The files hold rows {"prompt": ..., "chosen": ..., "rejected": ...}. The SFT model, with a score head,
-minimises the Bradley-Terry loss. Then its scores are shifted and scaled to mean 0 and standard
-deviation 1 on the SFT model's own answers, and capped. Writes out/rm.pt.
+The files hold rows {"prompt": ..., "chosen": ..., "rejected": ...}. Writes out/rm.pt; its scores
+have mean 0 and standard deviation 1 on the answers of the SFT model, and a cap.
 """
 
 from dataclasses import dataclass

@@ -66,6 +66,13 @@ def test_a_run_is_made_once_and_becomes_tables(tmp_path, monkeypatch):
     assert tables.table(sections["systems"]).count("\n") == 1 + 3 + 3 + 1
 
 
+def test_the_speed_beside_trl_is_a_factor():
+    pytest.importorskip("trl")
+    from bench import speed
+
+    assert 0.1 < speed.ratio((300, 32, 1, 2, 16, 8, 6, 4)) < 100
+
+
 def test_a_jump_is_a_kl_above_the_median_of_the_hundred_before():
     assert results.jumps([9.0] + [1.0] * 100 + [1.9, 2.1, 1.0, 2.1]) == 2
 
