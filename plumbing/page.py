@@ -1,5 +1,5 @@
-"""What there is to look at: a few responses token by token, and out/report.html, a page that any
-browser opens from disk, also while the run goes on. It is plumbing/page.html with the data in it."""
+"""What one sees of PPO while it trains: warnings, responses, and out/report.html, a page that any
+browser opens from disk. It is plumbing/page.html with the data in it."""
 
 import json
 import math
@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 
-from data.files import read_log, write_file
-from minippo import at_least_float32, evaluate_actions, trace
+from data.files import printable, read_log, write_file
+from data.truth import judge_of
+from minippo import at_least_float32, evaluate_actions, kl_per_response, trace
+from plumbing.text import texts_of
 
 POINTS = 300  # of a curve at most; where a log has more lines, a point is the mean of several
 RESPONSES = 6  # traced in an iteration
@@ -56,6 +58,51 @@ def trace_responses(batch, before, ref, policy, tokenizer, temperature):
         }
         for i, prompt in enumerate(prompts)
     ]
+
+
+def faults(stats, kl):
+    """What is wrong with an iteration -> {kind: sentence}. kl: of each response."""
+    mean, error = kl.mean().item(), kl.std(correction=0).item() / math.sqrt(len(kl))
+    wrong = {}
+    if len(kl) < 16:  # few, whose means are not relied on
+        return wrong
+    if mean < -4 * error - 1e-4:
+        wrong["sign"] = f"KL {mean:.3f} ± {error:.3f} is below 0: sampling and scoring disagree"
+    if mean > 100 or stats["entropy"] < 0.02:
+        figures = f"KL {mean:.0f}, entropy {stats['entropy']:.3f} nats per token"
+        wrong["collapse"] = f"{figures}: the policy may have collapsed (a smaller --lr?)"
+    if not stats["eos_rate"]:
+        wrong["end"] = "no response has ended by itself (a larger --max_new_tokens?)"
+    return wrong
+
+
+def traced(step, steps):
+    """Are some responses of this iteration traced? 1, 2, 5, 10, 20, 50, ... and the last."""
+    return str(step).rstrip("0") in ("1", "2", "5") or step == steps
+
+
+def watch(run, stats, batch):
+    """Look at an iteration of PPO: warn, show a response, trace some -> the judge's grade, if the
+    prompts are those of the default data."""
+    step, config = run.step, run.config
+    texts = texts_of(run.tokenizer, batch["tokens"], batch["mask"])
+    kl, _ = kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], batch["mask"])
+    for kind, text in faults(stats, kl).items():
+        if kind not in run.warned:
+            run.warned.add(kind)
+            print(f"warning: iteration {step}: {text}")
+    if step % 40 == 1:
+        text = printable((texts[0][0] + texts[1][0])[:400])
+        print(f"    {text!r}  score {batch['scores'][0]:.2f}  KL {kl[0]:.2f}")
+    if traced(step, config.steps):
+        path = config.out / "ppo_traces.jsonl"
+        lines = [line for line in read_log(path) if line["step"] < step]
+        models = run.before, run.ref, run.model
+        responses = trace_responses(batch, *models, run.tokenizer, config.temperature)
+        lines.append(strict({"step": step, "responses": responses}))
+        write_file(path, "".join(json.dumps(line) + "\n" for line in lines))
+    judge = judge_of(config.data)  # it only looks on
+    return {"judge": sum(map(judge, *texts)) / len(kl)} if judge else {}
 
 
 def write_page(out, models, settings, report=None):

@@ -1,4 +1,4 @@
-"""Does PPO do what it should? Checks before and while it trains, and the report at its end.
+"""Does PPO do what it should? A check before it trains, and the report at its end.
 
 The report measures a finished policy. For a fixed reference, reward and beta, the best policy is
 known: pi*(y | x) ~ ref(y | x) exp(r(x, y) / beta) (Korbak et al., arXiv:2205.11275). So samples of
@@ -11,20 +11,18 @@ import math
 
 import torch
 
-from data.files import UserError, printable, read_log, write_file
+from data.files import UserError, printable, write_file
 from data.rows import load_rows
 from data.truth import entropies, judge_of, margins
 from minippo import center_values, draw, evaluate_actions, gather_logprobs, generate
 from minippo import kl_per_response, rollout, row_lengths, score_responses
 from plumbing.models import load_checkpoint, load_sft, nats_of
-from plumbing.page import strict, trace_responses
+from plumbing.page import strict
 from plumbing.text import encode_rows, in_parts, pad, read_prompts, texts_of
 
 PROMPTS, REFERENCE, SAMPLES = 128, 192, 16  # responses of the reference, of a policy, to a prompt
 BEST_OF = 4, 16, 64
 COLUMNS = "judge", "score", "kl", "eos_rate", "response_length", "distinct"
-
-# Checks
 
 
 @torch.no_grad()
@@ -80,51 +78,6 @@ def check_start(policy, ref, score, prompts, config):
         )
     if abs(mean) > 1e4 * spread > 0:
         print(f"warning: the mean of the first scores is {mean:.3g}: subtract it from the reward")
-
-
-def faults(stats, kl):
-    """What is wrong with an iteration -> {kind: sentence}. kl: of each response."""
-    mean, error = kl.mean().item(), kl.std(correction=0).item() / math.sqrt(len(kl))
-    wrong = {}
-    if len(kl) < 16:  # few, whose means are not relied on
-        return wrong
-    if mean < -4 * error - 1e-4:
-        wrong["sign"] = f"KL {mean:.3f} ± {error:.3f} is below 0: sampling and scoring disagree"
-    if mean > 100 or stats["entropy"] < 0.02:
-        figures = f"KL {mean:.0f}, entropy {stats['entropy']:.3f} nats per token"
-        wrong["collapse"] = f"{figures}: the policy may have collapsed (a smaller --lr?)"
-    if not stats["eos_rate"]:
-        wrong["end"] = "no response has ended by itself (a larger --max_new_tokens?)"
-    return wrong
-
-
-def traced(step, steps):
-    """Are some responses of this iteration traced? 1, 2, 5, 10, 20, 50, ... and the last."""
-    return str(step).rstrip("0") in ("1", "2", "5") or step == steps
-
-
-def watch(run, stats, batch):
-    """Look at an iteration of PPO: warn, show a response, trace some -> the judge's grade, if the
-    prompts are those of the default data."""
-    step, config = run.step, run.config
-    texts = texts_of(run.tokenizer, batch["tokens"], batch["mask"])
-    kl, _ = kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], batch["mask"])
-    for kind, text in faults(stats, kl).items():
-        if kind not in run.warned:
-            run.warned.add(kind)
-            print(f"warning: iteration {step}: {text}")
-    if step % 40 == 1:
-        text = printable((texts[0][0] + texts[1][0])[:400])
-        print(f"    {text!r}  score {batch['scores'][0]:.2f}  KL {kl[0]:.2f}")
-    if traced(step, config.steps):
-        path = config.out / "ppo_traces.jsonl"
-        lines = [line for line in read_log(path) if line["step"] < step]
-        models = run.before, run.ref, run.model
-        responses = trace_responses(batch, *models, run.tokenizer, config.temperature)
-        lines.append(strict({"step": step, "responses": responses}))
-        write_file(path, "".join(json.dumps(line) + "\n" for line in lines))
-    judge = judge_of(config.data)  # it only looks on
-    return {"judge": sum(map(judge, *texts)) / len(kl)} if judge else {}
 
 
 # The report

@@ -15,8 +15,7 @@ import torch
 from data.files import UserError, read_log, write_file
 from minippo import frozen_copy, row_lengths
 from plumbing.models import read_contents, save_checkpoint, sources, write_contents
-from plumbing.page import strict, write_page
-from plumbing.report import traced, watch
+from plumbing.page import strict, traced, watch, write_page
 from plumbing.text import spread_over
 
 # Settings that --resume may change: they alter nothing but rounding and random draws.

@@ -1,4 +1,4 @@
-"""What watches PPO and the report at its end (plumbing/report.py).
+"""The check before PPO, what watches it (in plumbing/page.py), and the report at its end.
 
 Run: python -m pytest tests/test_report.py
 """
@@ -18,7 +18,7 @@ from data.files import UserError
 from data.rows import load_rows
 from data.truth import entropies, margins
 from minippo import GPTConfig, PPOConfig, frozen_copy
-from plumbing import report
+from plumbing import page, report
 from plumbing.models import load_checkpoint, load_models, nats_of
 from plumbing.report import Ruler, best_of_n, distinct, estimate, optimal_objective, optimality
 from plumbing.text import Tokenizer, encode_rows, read_prompts
@@ -151,9 +151,8 @@ def finished(folder, **more):
     config.data, config.models, config.out, config.device = folder / "data", folder, folder, "cpu"
     config.seed = 3
     policy, _, score, tokenizer = load_models(config)
-    page = []
-    run = SimpleNamespace(config=config, model=stir(policy, 0.02), tokenizer=tokenizer, page=page)
-    run.write_page = lambda figures: page.append(figures) or "page"
+    run = SimpleNamespace(config=config, model=stir(policy, 0.02), tokenizer=tokenizer, page=[])
+    run.write_page = lambda figures: run.page.append(figures) or "page"
     return run, score
 
 
@@ -315,16 +314,14 @@ def test_what_is_wrong_with_an_iteration_is_said():
         ([-1.0] * 15, {"entropy": 0.0, "eos_rate": 0.0}, ""),  # few
     ):
         stats = {"entropy": 0.2, "eos_rate": 1.0} | more
-        wrong = report.faults(stats, torch.tensor(kl))
+        wrong = page.faults(stats, torch.tensor(kl))
         assert [x.startswith(says) for x in wrong.values()] == [True] * bool(says), wrong
 
 
 def test_an_iteration_is_judged_shown_and_traced(tmp_path, monkeypatch, capsys):
     kinds = iter(["a", "ab", "ab"])  # of faults in an iteration
-    monkeypatch.setattr(
-        report, "faults", lambda _, kl: dict.fromkeys(next(kinds), f"{kl.sum():.3f}")
-    )
-    monkeypatch.setattr(report, "judge_of", {"zoo": lambda x, y: float(len(x) == 2)}.get)
+    monkeypatch.setattr(page, "faults", lambda _, kl: dict.fromkeys(next(kinds), f"{kl.sum():.3f}"))
+    monkeypatch.setattr(page, "judge_of", {"zoo": lambda x, y: float(len(x) == 2)}.get)
     policy = stir(minippo.GPT(GPTConfig(257, 16, 1, 2, 8)).eval(), 0.2)
     tokenizer = Tokenizer([bytes([i]) for i in range(256)])
     config = SimpleNamespace(data="zoo", out=tmp_path, steps=44, temperature=0.7)
@@ -338,7 +335,7 @@ def test_an_iteration_is_judged_shown_and_traced(tmp_path, monkeypatch, capsys):
     batch = minippo.rollout(policy, ref, lambda *_: scores, prompts, settings)
     (tmp_path / "ppo_traces.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 9}\n')
     for run.step in (2, 41, 44):
-        assert report.watch(run, {"kl": 2.0}, batch) == {"judge": 1.0}
+        assert page.watch(run, {"kl": 2.0}, batch) == {"judge": 1.0}
     *warned, shown = capsys.readouterr().out.splitlines()
     nats = (batch["old_logprobs"] - batch["ref_logprobs"]).sum()
     assert warned == [f"warning: iteration {i}: {nats:.3f}" for i in (2, 41)]
@@ -346,9 +343,9 @@ def test_an_iteration_is_judged_shown_and_traced(tmp_path, monkeypatch, capsys):
     lines = [json.loads(x) for x in (tmp_path / "ppo_traces.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 44]
     assert [x["score"] for x in lines[-1]["responses"]] == [0, 2, 4, 6, 8, 10]
-    monkeypatch.setattr(report, "faults", lambda *_: {})
+    monkeypatch.setattr(page, "faults", lambda *_: {})
     config.data, config.steps, steps = "other", 250, []
-    monkeypatch.setattr(report, "trace_responses", lambda *_: steps.append(run.step) or [])
+    monkeypatch.setattr(page, "trace_responses", lambda *_: steps.append(run.step) or [])
     for run.step in range(1, 300):
-        assert report.watch(run, {}, batch) == {}
+        assert page.watch(run, {}, batch) == {}
     assert steps == [1, 2, 5, 10, 20, 50, 100, 200, 250]

@@ -253,7 +253,7 @@ def timed(clock, seconds, out, **more):
         clock.now += passed
         figures = {"val_loss": 0.25} if step == 1 else {}
         it.end_step({"loss": 0.5, "idle": 1} | figures, [[[1] * 40, [2] * 60]])
-        it.parts["schedule"].step()
+        it.optimizer.step(), it.parts["schedule"].step()
     return saves
 
 
