@@ -14,6 +14,7 @@ from minippo import GPT, GPTConfig, RewardModel, Trunk, evaluate_actions, frozen
 from minippo import row_lengths
 from plumbing.text import Tokenizer, in_parts, pad_completions, spread_over, texts_of
 
+ANSWERS = 2048  # of the SFT model, that set the scale of the scores
 LARGEST_SCORE = 1e6  # with far larger ones the loss is no number
 MAKER = {"sft": "train_sft.py", "rm": "train_rm.py", "ppo": "train_ppo.py"}
 
@@ -200,9 +201,9 @@ def normalise(reward_model, sft, prompts, config):
     """Shift and scale the scores, so that those of the SFT model's own answers, to prompts spread
     over the list, have mean 0 and standard deviation 1; and cap them where one in a hundred of
     these is higher."""
-    print("    2,048 answers of the SFT model, for the scale of the scores", flush=True)
-    prompts, scores = spread_over(prompts, 2048), []
-    prompts = [prompts[i % len(prompts)] for i in range(2048)]
+    print(f"    {ANSWERS:,} answers of the SFT model, for the scale of the scores", flush=True)
+    prompts, scores = spread_over(prompts, ANSWERS), []
+    prompts = [prompts[i % len(prompts)] for i in range(ANSWERS)]
     for part in in_parts(prompts, config.micro_batch or 256):
         tokens, mask, _, _ = generate(sft, part, config.max_new_tokens)
         scores.append(reward_model(tokens, row_lengths(mask)))

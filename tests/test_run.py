@@ -15,7 +15,7 @@ from cli import metrics, run, start, write_data, write_models
 from data.files import UserError
 import minippo
 import plumbing.report
-from plumbing import run as room
+from plumbing import models, run as room
 from plumbing.run import FitConfig, Run, adamw, order_of
 from plumbing.settings import RunConfig
 from plumbing.text import Tokenizer
@@ -35,6 +35,13 @@ CHANGES = {
     "rm": "--lr=0.5 data/pref_train.jsonl data/pref_val.jsonl data/prompts_train.jsonl sft.pt",
     "ppo": "--lr=0.5 --kl_coef=0.5 data/prompts_train.jsonl rm.pt",
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_answers():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "ANSWERS", 64)
+        yield
 
 
 @pytest.fixture(scope="module")

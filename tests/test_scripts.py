@@ -25,7 +25,7 @@ import train_sft
 from cli import CPU, FLAGS, ROOT, edited, metrics, run, stage, write_data, write_models
 from data.files import printable, read_log
 from minippo import GPT, GPTConfig, PPOConfig, RewardModel, row_lengths
-from plumbing import run as room
+from plumbing import models, run as room
 from plumbing.models import add_critic, fingerprint, load_checkpoint, load_models, text_reward
 from plumbing.page import likely_tokens
 from plumbing.text import Tokenizer
@@ -164,8 +164,8 @@ def plain_fit(kind, folder, values):
     facts = plain_loss(kind, model, val)[2]
     if kind == "rm":
         prompts, scores = ids_in(folder, "prompts_train", tokenizer), []
-        prompts, size = [prompts[i % 20][0] for i in range(2048)], it.micro_batch or 256
-        for i in range(0, 2048, size):
+        prompts, size = [prompts[i % 20][0] for i in range(64)], it.micro_batch or 256
+        for i in range(0, 64, size):
             tokens, mask, _, _ = minippo.generate(sft, prompts[i : i + size], it.max_new_tokens)
             scores.append(model(tokens, row_lengths(mask)))
         mean, std = torch.cat(scores).mean(), torch.cat(scores).std()
@@ -284,7 +284,7 @@ def fitted(tmp_path_factory):
     flags = ["--data", folder / "data", "--out", folder]
     shape = "--layers 1 --heads 2 --channels 16 --context 44 --vocab_size 290".split()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "VALIDATED", 3)
+        patch.setattr(room, "VALIDATED", 3), patch.setattr(models, "ANSWERS", 64)
         sft = watched_run("train_sft.py", SFT, *flags, *shape)
         return folder, {"sft": sft, "rm": watched_run("train_rm.py", RM, *flags)}
 
