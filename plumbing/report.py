@@ -313,20 +313,12 @@ def notes(report):
         above = f"score higher than all {REFERENCE} of the SFT model, far from it"
         yield f"reward hacking? {suspects['count']:,} responses {above}:"
     for row in suspects["examples"]:
-        yield f"    {printable(row['prompt'][:400])} -> {with_figures(row)}"
-
-
-def with_figures(answer):
-    figures = f"(score {answer['score']:.2f}, KL {answer['kl']:.2f})"
-    return f"{printable(answer['text'][:400]).strip()}   {figures}"
+        prompt, text = (printable(row[x][:400]).strip() for x in ("prompt", "text"))
+        yield f"    {prompt} -> {text}   (score {row['score']:.2f}, KL {row['kl']:.2f})"
 
 
 def print_report(report):
     print()
     for label, cells in report["table"].items():
         print(label.ljust(15) + "".join(cell.rjust(17) for cell in cells))
-    print("", *report["notes"], "\nSamples, before and after:", sep="\n")
-    for row in report["samples"]:
-        print(f"  {printable(row['prompt'][:400])}")
-        print(f"    before  {with_figures(row['sft'])}")
-        print(f"    after   {with_figures(row['policy'])}")
+    print("", *report["notes"], sep="\n")

@@ -225,7 +225,6 @@ def test_no_text_steers_the_terminal_or_fills_it(capsys):
     bad = {"prompt": "Why\x1b?", "text": " So\x1b." + 9999 * "x", "score": 3.456, "kl": 13.2}
     parts = {"sft": {"score": -0.001}, "rm": {}, "best_of_n": {}, "policy": {"score": 1.47}}
     parts |= {"suspects": {"count": 1234, "examples": [bad]}}
-    parts["samples"] = [bad | {"sft": bad, "policy": bad}]
     report.print_report(parts | {"table": report.table(parts), "notes": [*report.notes(parts)]})
     printed = capsys.readouterr().out
     assert "\x1b" not in printed and "Why\\x1b? -> So\\x1b.x" in printed and len(printed) < 3000

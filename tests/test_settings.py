@@ -70,6 +70,7 @@ cp sft.pt ppo.pt; sample.py DIR a -> the folder of a run; give a file in it: ...
 sample.py DIR/ppo.pt a -> ppo.pt: not found; train_ppo.py makes it
 sample.py DIR/rm.pt a -> rm.pt: holds 'rm', not 'ppo' or 'sft'; train_ppo.py makes it
 sample.py DIR/other.pt a --trace -> other.pt: was not made from
+bench/results.py seed sums -> seed: should be among seeds, settings, neighbours, sums
 plumbing/hf.py import DIR/sft.pt DIR/new -> export CHECKPOINT FOLDER
 plumbing/hf.py export DIR/sft.pt -> export CHECKPOINT FOLDER
 """
