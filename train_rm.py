@@ -20,7 +20,7 @@ from plumbing.text import in_parts, pad, read_ids, read_prompts
 
 @dataclass
 class TrainConfig(FitConfig):
-    steps: int = 1950  # steps at most
+    steps: int = 1500  # steps at most
     epochs: int = 2  # passes over the pairs at most
     max_new_tokens: int = 48  # longest answer of the SFT model that sets the scale, in tokens
     models: str = ""  # folder of sft.pt; if empty, --out, or the folder above
