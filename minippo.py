@@ -70,8 +70,8 @@ import torch.nn.functional as F
 # 1. The networks
 #
 # A GPT-2 (Radford et al., 2019), without dropout: with it, sampling and update would disagree about
-# log pi. The policy adds a value head: one number per position. The reward model has a score head in
-# place of the vocabulary head: one number per row.
+# log pi. The policy adds a value head: one number per position. The reward model has a score head
+# in place of the vocabulary head: one number per row.
 
 
 @dataclass
@@ -550,7 +550,7 @@ def whiten(x, mask):
 # not the clipped one? Tokens share the weights, so others may have moved a ratio the wrong way. If
 # the first token, with A = 1.14, had fallen to 0.74, the clip alone would freeze it there. But
 # 0.74 A = 0.84 is less than 0.80 A = 0.91, and has a gradient: it is pulled back up. Likewise the
-# last one, with A = -1.29, at 1.28: -1.66 is less than 1.20 A = -1.55, so it is pushed down. In all:
+# last one, with A = -1.29, at 1.28: -1.66 is less than 1.20 A = -1.55, so it is pushed down.
 #
 #     gradient    ratio < 1 - eps            in between                 ratio > 1 + eps
 #     A > 0       ratio * A * grad log pi    ratio * A * grad log pi    0
