@@ -62,7 +62,7 @@ def print_trace(sampled, policy, ref, score, tokenizer, temperature):
     models, tokens, mask = (policy, ref), batch["tokens"][0], batch["mask"][0]
     likely = likely_tokens(models, tokens, mask, temperature, spell)
     for action, rows in zip(columns["action"], likely):
-        cells = (f"{text:>11} {before:.2f} -> {now:.2f}" for text, now, before in rows)
+        cells = (f"{text:>11} {in_ref:.2f} -> {here:.2f}" for text, here, in_ref in rows)
         print(f"    {action:>10} ", *cells)
 
 

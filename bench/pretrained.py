@@ -94,6 +94,30 @@ def normalised(score, policy, prompts, length):
     return lambda tokens, mask: (score(tokens, mask).clamp(max=cap) - mean) / std
 
 
+def models_of(mode, data, out, pairs, aside, texts):
+    """-> the model that PPO starts from, its tokenizer, and a score; stages 1 and 2 are made once."""
+    if mode == "lexicon":
+        model, tokenizer = load_base()
+        return model, tokenizer, hf.text_score(tokenizer, texts, lexicon)
+    if not (out / "rm").exists():
+        held_out = {x + y for x, *ys in aside for y in ys}
+        rows = [x for x in read_rows(data, "sft", "train") if "".join(x) not in held_out]
+        first_stages(out, rows[:2400], pairs)
+    model = Model.from_pretrained(out / "sft", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(out / "rm")
+    classifier = Classifier.from_pretrained(out / "rm", dtype=torch.float32)
+    return model, tokenizer, hf.classifier_score(classifier)
+
+
+def keep_row(name, row, paths):
+    """A row of RESULTS.md; rows of another commit or machine go."""
+    sections = {"pretrained": {name: row}, "pretrained_paths": paths}
+    source, results = made(), load()
+    if results["made"]["pretrained"]["commit"] == source:
+        sections = {x: results[x] | rows for x, rows in sections.items()}
+    keep(sections, source)
+
+
 @dataclass
 class PretrainedConfig:
     seed: int = 0  # of samples and weights
@@ -120,18 +144,7 @@ def main():
         means = {"judge": statistics.fmean(map(judge, texts)), "score": score}
         lines.append({"seconds": time.perf_counter() - start, **means, "texts": texts[:10]})
 
-    if mode == "lexicon":
-        model, tokenizer = load_base()
-        score = hf.text_score(tokenizer, prompts + unseen, lexicon)
-    else:
-        if not (out / "rm").exists():
-            texts = {x + y for x, *ys in aside for y in ys}
-            rows = [x for x in read_rows(data, "sft", "train") if "".join(x) not in texts]
-            first_stages(out, rows[:2400], pairs)
-        model = Model.from_pretrained(out / "sft", dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(out / "rm")
-        classifier = Classifier.from_pretrained(out / "rm", dtype=torch.float32)
-        score = hf.classifier_score(classifier)
+    model, tokenizer, score = models_of(mode, data, out, pairs, aside, prompts + unseen)
 
     def watched(tokens, mask):
         scores = score(tokens, mask)
@@ -172,12 +185,7 @@ def main():
     write_jsonl(OUT / f"{name}.jsonl", lines)
     print(name, *lines[-1]["texts"], sep="\n")
     path = {"seconds": seconds, "judge": [line["judge"] for line in batches]}
-    paths = {name: path} if mode == "speed" else {}
-    sections = {"pretrained": {name: row}, "pretrained_paths": paths}
-    source, results = made(), load()
-    if results["made"]["pretrained"]["commit"] == source:  # else the rows that are there go
-        sections = {x: results[x] | rows for x, rows in sections.items()}
-    keep(sections, source)
+    keep_row(name, row, {name: path} if mode == "speed" else {})
 
 
 if __name__ == "__main__":

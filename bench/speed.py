@@ -66,7 +66,7 @@ def ratio(size):
     def score(tokens, mask):
         return reward_model(tokens, minippo.row_lengths(mask))
 
-    @torch.enable_grad()  # it is called where TRL samples
+    @torch.enable_grad()  # TRL calls it under no_grad()
     def iteration(_):  # after one of theirs
         times.append(time.perf_counter())
         batch = minippo.rollout(policy, ref, score, prompts, config)

@@ -34,15 +34,16 @@ def likely_tokens(models, tokens, mask, temperature, spell):
 
 
 @torch.no_grad()
-def trace_responses(batch, before, ref, policy, tokenizer, temperature):
+def trace_responses(batch, policy_before, ref_before, policy, tokenizer, temperature):
     """Some responses of a batch, from the lowest score to the highest, token by token: with the
-    numbers of the rollout, what the policy says now, and the likely tokens before the update, in the
-    reference and now."""
+    numbers of the rollout, what the policy says now, and what was likely before the update, by policy
+    and reference, and is now."""
     order = batch["scores"].argsort(stable=True)
     rows = order[torch.linspace(0, len(order) - 1, min(RESPONSES, len(order))).long()]
     batch = {name: x[rows] for name, x in batch.items()}
     tokens, mask = batch["tokens"], batch["mask"]
     batch["logprobs"], _, _ = evaluate_actions(policy, tokens, mask, temperature)
+    models = policy_before, ref_before, policy
     prompts = [
         tokenizer.decode(ids[: inside.int().argmax() + 1].tolist())
         for ids, inside in zip(tokens, mask)
@@ -52,9 +53,7 @@ def trace_responses(batch, before, ref, policy, tokenizer, temperature):
             "prompt": prompt,
             "score": batch["scores"][i].item(),
             "columns": trace(batch, i, tokenizer.spell),
-            "likely": likely_tokens(
-                (before, ref, policy), tokens[i], mask[i], temperature, tokenizer.spell
-            ),
+            "likely": likely_tokens(models, tokens[i], mask[i], temperature, tokenizer.spell),
         }
         for i, prompt in enumerate(prompts)
     ]
@@ -97,7 +96,7 @@ def watch(run, stats, batch):
     if traced(step, config.steps):
         path = config.out / "ppo_traces.jsonl"
         lines = [line for line in read_log(path) if line["step"] < step]
-        models = run.before, run.ref, run.model
+        models = *run.before, run.model
         responses = trace_responses(batch, *models, run.tokenizer, config.temperature)
         lines.append(strict({"step": step, "responses": responses}))
         write_file(path, "".join(json.dumps(line) + "\n" for line in lines))

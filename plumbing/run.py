@@ -68,9 +68,9 @@ class Run:
     """The steps of a run, one after the other, also across interruptions.
 
     kind: "sft", "rm" or "ppo". data: lists in any depth, which must be the same when the run goes
-    on, as the settings must. ref: the reference of PPO, saved too if it moves. validate(model, rows, size) -> figures,
-    "val_loss" among them, for some of val_rows, `size` in memory at once: called ten times in a run,
-    and the weights of the lowest loss are kept.
+    on, as the settings must. ref: the reference of PPO, saved too if it moves. validate(model, rows,
+    size) -> figures, "val_loss" among them, for some of val_rows, `size` in memory at once: called
+    ten times in a run, and the weights of the lowest loss are kept.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Run:
             while self.step < self.config.steps:
                 self.lr = self.optimizer.param_groups[0]["lr"]
                 if self.ref and traced(self.step + 1, self.config.steps):
-                    self.before = frozen_copy(self.model)  # to be compared with
+                    self.before = [frozen_copy(x) for x in (self.model, self.ref)]
                 yield self.step
                 if self.interrupted:
                     self.save()

@@ -326,7 +326,7 @@ def test_an_iteration_is_judged_shown_and_traced(tmp_path, monkeypatch, capsys):
     config = SimpleNamespace(data="zoo", out=tmp_path, steps=44, temperature=0.7)
     ref, scores = stir(frozen_copy(policy), 0.1), torch.arange(11.0).roll(3)
     run = SimpleNamespace(config=config, model=policy, tokenizer=tokenizer, warned=set())
-    run.before, run.ref = policy, ref
+    run.before = [policy, ref]
     prompts, settings = (
         [[65, 66 + i] for i in range(11)],
         PPOConfig(7, 0.7, missing_eos_penalty=0.0),

@@ -340,7 +340,9 @@ def test_ppo_trains_as_its_twin(begun):
         for i, rows in enumerate(response["likely"]):
             p = {text: chances for text, *chances in rows}[columns["action"][i]]
             logs = [math.log(x) for x in p]  # by the policy that sampled, the reference, and now
-            assert logs[::2] == pytest.approx([columns[x][i] for x in ("log pi", "log pi now")])
+            assert logs == pytest.approx(
+                [columns[x][i] for x in ("log pi", "log ref", "log pi now")]
+            )
 
 
 @pytest.mark.parametrize("values", [CRITIC, RLOO])
@@ -422,7 +424,6 @@ def before(tmp_path_factory):
     return numbers(tmp_path_factory.mktemp("before"), ROOT)
 
 
-# --------------------------------------------------------------------------------------------------
 # --------------------------------------------------------------------------------------------------
 # What the twins do not reach
 
