@@ -66,6 +66,17 @@ def test_a_run_is_made_once_and_becomes_tables(tmp_path, monkeypatch):
     assert tables.table(sections["systems"]).count("\n") == 1 + 3 + 3 + 1
 
 
+def test_a_run_of_another_commit_or_of_other_commands_is_made_again(tmp_path):
+    def commands(x):
+        return [["-c", f"open(r'{tmp_path}/made.txt', 'a').write('{x}')"]]
+
+    for x, source in ("p", "a"), ("p", "a"), ("q", "a"), ("q", "b"), ("q", "b"):
+        assert results.run(tmp_path, commands(x), source)
+    assert (tmp_path / "made.txt").read_text() == "pqq"
+    assert not results.run(tmp_path, [["-c", "1 / 0"]], "b")
+    assert not results.run(tmp_path, [["-c", "1 / 0"]], "b")
+
+
 def test_the_speed_beside_trl_is_a_factor():
     pytest.importorskip("trl")
     from bench import speed

@@ -468,6 +468,16 @@ def test_a_validation_is_over_all_rows(kind, script, make):
     assert same(plain_loss(kind, model, rows)[2], script.validate(model, rows, 9))
 
 
+def test_a_reward_model_within_two_errors_of_chance_is_called_so(begun, tmp_path, monkeypatch):
+    for right, doubted in ((0.49, True), (0.53, True), (0.539, True), (0.541, False)):
+        figures = {"val_accuracy": right, "val_accuracy_se": 0.02}
+        monkeypatch.setattr(room.Run, "load_best", lambda run, figures=figures: figures)
+        flags = "--models", begun[0], "--steps", 1, "--overwrite"
+        status, printed, error = stage("rm", begun[0] / "data", tmp_path, *flags)
+        assert (status, error) == (0, "")
+        assert ("hardly more than by chance" in printed) == doubted
+
+
 def test_beta_follows_the_kl_by_a_fifth_at_most_in_a_horizon():
     for kl, share in ((3.0, 0), (3.3, 0.1), (2.7, -0.1), (9.0, 0.2), (-5.0, -0.2)):
         for horizon, part in ((100.0, 0.1), (1.0, 1.0), (math.inf, 0)):
