@@ -359,10 +359,11 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
 # --------------------------------------------------------------------------------------------------
 # 4. The reward model's loss
 #
-# Two answers to a prompt are sampled from the SFT model, and a person picks the better one. Why
-# pairs? People agree on which of two answers is better more than on grades. Bradley and Terry
-# (1952): a is preferred to b with probability sigmoid(score(a) - score(b)). Only differences count.
-# With a margin score(a) - score(b) of 2, 0, -2, the loss is 0.13, 0.69, 2.13.
+# Usually two answers to a prompt are sampled from the SFT model, and a person picks the better
+# one. (The default data come with pairs, and simulate both.) Why pairs? People agree on which of
+# two answers is better more than on grades. Bradley and Terry (1952): a is preferred to b with
+# probability sigmoid(score(a) - score(b)). Only differences count. With a margin score(a) -
+# score(b) of 2, 0, -2, the loss is 0.13, 0.69, 2.13.
 #
 # Why a model? Nobody would grade all responses that PPO samples, 57,600 in train_ppo.py. These
 # differ from the answers in the pairs (*distribution shift*), so their scores may be wrong: too
@@ -512,7 +513,8 @@ def whiten(x, mask):
     Equal values, which differ by rounding at most, become 0.
 
     So the gradient of the policy does not depend on the scale of the rewards: scores, beta and
-    values times 10 give the same whitened advantages. The shift is one more baseline. Returns are
+    values times 10 give the same whitened advantages. The shift is almost one more baseline:
+    the mean contains the action's own advantage, which matters little in a large batch. Returns are
     never whitened: the values must learn their true size.
     """
     check_mask(mask, x)

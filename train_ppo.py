@@ -62,7 +62,7 @@ def train(
         schedule.step()
         config.kl_coef = adapted_kl_coef(stats["kl"], config)  # stays, by default
         if config.ref_update_every and (step + 1) % config.ref_update_every == 0:
-            ref.load_state_dict(policy.state_dict(), strict=False)  # it has no separate critic
+            ref.load_state_dict(policy.state_dict(), strict=False)  # ref has no separate critic
         run.end_step(stats, batch)  # watches, logs, saves
 
     run.finish()

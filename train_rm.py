@@ -1,4 +1,4 @@
-"""Stage 2, the reward model: it learns from pairs which answer people prefer.
+"""Stage 2, the reward model: it learns, from pairs of answers, which one people prefer.
 
     python train_rm.py                     after train_sft.py, on the same data
     python train_rm.py --data FOLDER       on pref_train.jsonl and pref_val.jsonl of your own
