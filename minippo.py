@@ -513,9 +513,9 @@ def whiten(x, mask):
     Equal values, which differ by rounding at most, become 0.
 
     So the gradient of the policy does not depend on the scale of the rewards: scores, beta and
-    values times 10 give the same whitened advantages. The shift is almost one more baseline:
-    the mean contains the action's own advantage, which matters little in a large batch. Returns are
-    never whitened: the values must learn their true size.
+    values times 10 give the same whitened advantages. The mean acts as one more baseline. (It
+    contains the action's own advantage, which matters little in a large batch.) Returns are never
+    whitened: the values must learn their true size.
     """
     check_mask(mask, x)
     values = x[mask]

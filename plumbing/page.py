@@ -35,9 +35,9 @@ def likely_tokens(models, tokens, mask, temperature, spell):
 
 @torch.no_grad()
 def trace_responses(batch, policy_before, ref_before, policy, tokenizer, temperature):
-    """Some responses of a batch, from the lowest score to the highest, token by token: with the
-    numbers of the rollout, what the policy says now, and what was likely before the update, by policy
-    and reference, and is now."""
+    """Some responses of a batch, from the lowest score to the highest, token by token: the numbers of
+    the rollout, the policy's log-probabilities after the update, and the tokens that are likely under
+    the policy before the update, the reference at that time, and the policy after the update."""
     order = batch["scores"].argsort(stable=True)
     rows = order[torch.linspace(0, len(order) - 1, min(RESPONSES, len(order))).long()]
     batch = {name: x[rows] for name, x in batch.items()}
