@@ -15,12 +15,12 @@ from minippo import RewardModel, backward, gradient_step, reward_model_loss
 from plumbing.models import load_sft, normalise
 from plumbing.run import FitConfig, Run, adamw
 from plumbing.settings import read_flags, script
-from plumbing.text import in_parts, pad, read_ids, read_prompts
+from plumbing.text import by_length, in_parts, pad, read_ids, read_prompts
 
 
 @dataclass
 class TrainConfig(FitConfig):
-    steps: int = 1500  # steps at most
+    steps: int = 1950  # steps at most
     epochs: int = 2  # passes over the pairs at most
     max_new_tokens: int = 48  # longest answer of the SFT model that sets the scale, in tokens
     models: str = ""  # folder of sft.pt; if empty, --out, or the folder above
@@ -50,8 +50,7 @@ def train():
         return loss, {"loss": loss.item(), **stats}
 
     for _ in run.steps():
-        # Pairs of similar length share a batch: little of it is padding
-        batch = run.batch(pairs, config.batch_size, lambda pair: max(map(len, pair[1:])))
+        batch = by_length(run.batch(pairs, config.batch_size))
         optimizer.zero_grad()
         stats = backward(loss, batch, config.micro_batch, len)
         stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)

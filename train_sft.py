@@ -16,7 +16,7 @@ from minippo import GPTConfig, backward, evaluate_actions, gradient_step, masked
 from plumbing.models import new_model, nats_of
 from plumbing.run import FitConfig, Run, adamw
 from plumbing.settings import read_flags, script
-from plumbing.text import completion_tokens, encode_rows, pad_completions, read_ids
+from plumbing.text import by_length, completion_tokens, encode_rows, pad_completions, read_ids
 
 
 @dataclass
@@ -52,7 +52,7 @@ def train():
         return sft_loss(model, rows)
 
     for _ in run.steps():
-        batch = run.batch(rows, config.batch_size)
+        batch = by_length(run.batch(rows, config.batch_size))
         optimizer.zero_grad()
         stats = backward(loss, batch, config.micro_batch, completion_tokens)
         stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)

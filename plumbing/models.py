@@ -204,7 +204,7 @@ def normalise(reward_model, sft, prompts, config):
     print(f"    {ANSWERS:,} answers of the SFT model, for the scale of the scores", flush=True)
     prompts, scores = spread_over(prompts, ANSWERS), []
     prompts = [prompts[i % len(prompts)] for i in range(ANSWERS)]
-    for part in in_parts(prompts, config.micro_batch or 256):
+    for part in in_parts(prompts, 16 * config.micro_batch):  # without gradients, more fit
         tokens, mask, _, _ = generate(sft, part, config.max_new_tokens)
         scores.append(reward_model(tokens, row_lengths(mask)))
     scores = torch.cat(scores)

@@ -16,7 +16,7 @@ from data.files import UserError, read_log, write_file
 from minippo import frozen_copy, row_lengths
 from plumbing.models import read_contents, save_checkpoint, sources, write_contents
 from plumbing.page import strict, traced, watch, write_page
-from plumbing.text import spread_over
+from plumbing.text import by_length, spread_over
 
 # Settings that --resume may change: they alter nothing but rounding and random draws.
 FREE_SETTINGS = ("data", "out", "models", "policy", "device", "resume", "overwrite", "tensorboard")
@@ -32,7 +32,7 @@ class FitConfig:
     steps: int = 1300  # steps at most
     epochs: int = 12  # passes over the rows at most
     batch_size: int = 64  # rows per step
-    micro_batch: int = 0  # rows in memory at once in a step; 0: all of them
+    micro_batch: int = 16  # rows in memory at once
     lr: float = 1e-3  # peak learning rate of AdamW; it falls linearly to 0
     warmup: int = 20  # steps in which the learning rate climbs to its peak
     max_grad_norm: float = 1.0  # longer gradients are scaled down to this norm
@@ -87,7 +87,7 @@ class Run:
         ref=None,
     ):
         self.kind, self.config, self.model, self.tokenizer = kind, config, model, tokenizer
-        self.optimizer, self.validate, self.val_rows = optimizer, validate, val_rows
+        self.optimizer, self.validate, self.val_rows = optimizer, validate, by_length(val_rows)
         self.parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
         self.ref, self.before = ref, None
         if getattr(config, "ref_update_every", 0):
@@ -181,13 +181,13 @@ class Run:
         self.interrupted = True
         print("stopping after this step", flush=True)
 
-    def batch(self, rows, size, length=None):
+    def batch(self, rows, size):
         """Rows for this step: in each pass every row comes once, in random order, and a batch may go
-        on from one pass into the next. With length(row), rows of similar length share a batch, so
-        that little of it is padding."""
+        on from one pass into the next."""
         places = [divmod(self.step * size + i, len(rows)) for i in range(size)]
         for epoch in {epoch for epoch, _ in places} - self.orders.keys():
-            self.orders[epoch] = order_of(rows, size, self.config.seed, epoch, length)
+            rng = np.random.default_rng([self.config.seed, epoch])
+            self.orders[epoch] = rng.permutation(len(rows)).tolist()
         return [rows[self.orders[epoch][i]] for epoch, i in places]
 
     # The end of a step, and of the run
@@ -256,7 +256,7 @@ class Run:
         return figures
 
     def figures(self, rows):
-        figures = self.validate(self.model.eval(), rows, self.config.micro_batch or 64)
+        figures = self.validate(self.model.eval(), rows, self.config.micro_batch)
         self.model.train()
         return figures
 
@@ -290,22 +290,6 @@ def tensorboard(config):
         hint = "pip install tensorboard"
         raise UserError(f"--tensorboard needs a package that is missing ({error}); {hint}")
     return SummaryWriter(config.out / "tensorboard")
-
-
-def order_of(rows, size, seed, epoch, length):
-    """A random order of the rows, as indices. With length(row): of fifty batches at a time the rows
-    are sorted by length and cut into batches, and these are shuffled."""
-    rng = np.random.default_rng([seed, epoch])
-    order = rng.permutation(len(rows)).tolist()
-    if not length:
-        return order
-    first = -epoch * len(rows) % size  # so many complete the last batch of the pass before
-    first, order = order[:first], order[first:]
-    windows = [order[i : i + 50 * size] for i in range(0, len(order), 50 * size)]
-    order = [i for window in windows for i in sorted(window, key=lambda i: length(rows[i]))]
-    whole = len(order) // size
-    batches = [order[i * size : (i + 1) * size] for i in rng.permutation(whole)]
-    return first + [i for batch in batches for i in batch] + order[whole * size :]
 
 
 def clock(seconds):

@@ -170,6 +170,11 @@ def completion_tokens(rows):
     return sum(len(completion) for _, completion in rows)
 
 
+def by_length(rows):
+    """Rows of lists of ids, the short ones first: so a part of them needs little padding."""
+    return sorted(rows, key=lambda row: sum(map(len, row)))
+
+
 def spread_over(rows, n):
     """At most n of the rows, spread over all."""
     return rows[:: max(1, math.ceil(len(rows) / n))]

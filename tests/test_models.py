@@ -129,17 +129,17 @@ def test_a_function_scores_texts_or_tokens(config, monkeypatch):
 
 def test_scores_are_normalised_on_answers_of_the_sft_model_in_pieces_and_capped():
     sft, model, prompts = tiny_gpt(), tiny_reward_model(), [[1], [2, 3], [4]]
-    config, sizes = SimpleNamespace(micro_batch=500, max_new_tokens=4), []
+    config, sizes = SimpleNamespace(micro_batch=30, max_new_tokens=4), []
     model.register_forward_pre_hook(lambda _, x: sizes.append(len(x[0])))
     torch.manual_seed(7)
     normalise(model, sft, prompts, config)
-    assert sizes == [500, 500, 500, 500, 48]
+    assert sizes == [480, 480, 480, 480, 128]
     cap = model.cap.item()
     model.cap.fill_(inf)
     torch.manual_seed(7)
     scores = []
-    for i in range(0, 2048, 500):
-        part = [prompts[j % 3] for j in range(i, min(i + 500, 2048))]
+    for i in range(0, 2048, 480):
+        part = [prompts[j % 3] for j in range(i, min(i + 480, 2048))]
         tokens, mask, _, _ = generate(sft, part, 4)
         scores.append(model(tokens, row_lengths(mask)).detach())
     plain = torch.cat(scores)

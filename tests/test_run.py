@@ -16,7 +16,7 @@ from data.files import UserError
 import minippo
 import plumbing.report
 from plumbing import models, run as room
-from plumbing.run import FitConfig, Run, adamw, order_of
+from plumbing.run import FitConfig, Run, adamw
 from plumbing.settings import RunConfig
 from plumbing.text import Tokenizer
 from tiny import inf, nan, tiny_gpt, tiny_reward_model
@@ -335,26 +335,6 @@ def test_in_each_pass_every_row_comes_once_in_the_order_of_seed_and_pass(tmp_pat
     assert batches == "".join(rows[i] for i in np.concatenate(orders))
 
 
-def test_rows_of_similar_length_share_a_batch_in_every_pass_and_batches_are_shuffled(tmp_path):
-    it, rows, batches = begin(tmp_path, seed=5), torch.randint(99, (1003,)).tolist(), []
-    for it.step in range(376):  # three passes
-        batches.append(it.batch(rows, 8, lambda row: row))
-    for i in range(3):
-        orders = order_of(rows, 8, 5, i, lambda row: row)
-        assert sorted(orders) == [*range(1003)]
-    spreads = [max(batch) - min(batch) for batch in batches]
-    assert sum(x < 10 for x in spreads) > 370 and sum(spreads) < 376 * 5  # by chance 77 each
-    means = [sum(batch) / 8 for batch in batches]
-    assert abs(np.corrcoef(means[:-1], means[1:])[0, 1]) < 0.2
-    window = np.random.default_rng([5, 0]).permutation(1003)[:400].tolist()
-    window = sorted(window, key=lambda i: rows[i])  # the rows of fifty batches
-    shuffled = {
-        tuple(order_of(rows, 8, 5, 0, lambda row: row)[j : j + 8]) for j in range(0, 1000, 8)
-    }
-    lengths = {tuple(rows[i] for i in batch) for batch in shuffled}
-    assert {tuple(rows[i] for i in window[j : j + 8]) for j in range(0, 400, 8)} <= lengths
-
-
 def test_adamw_warms_up_falls_to_0_and_moves_a_value_head_on_the_trunk_30_times_as_fast():
     config = SimpleNamespace(lr=0.1, warmup=3, steps=50, adam_eps=0.25)
     for model, factor in ((tiny_gpt(), 30), (tiny_gpt(critic=True), 1), (tiny_reward_model(), 1)):
@@ -407,7 +387,7 @@ def test_validation_comes_ten_times_the_best_weights_are_kept_and_infinity_stops
             it.end_step({}, [[[1]]])
             assert it.model.training
         assert [x[0] for x in sizes] == [3, 5, 8, 10, 13, 15, 18, 20, 23, 25]
-        assert {x[1:] for x in sizes} == {(834, 64)}
+        assert {x[1:] for x in sizes} == {(834, 0)}
         assert saved == [(step, "sft_best.pt") for step in (3, 5, 8, 10)] and it.best_step == 10
         patch.setattr(
             room, "read_contents", lambda *_: {"model": torch.nn.Linear(1, 1).state_dict()}

@@ -96,19 +96,9 @@ def set_plain_lr(optimizer, step, steps, warmup):
     return optimizer.param_groups[0]["lr"]
 
 
-def plain_batch(rows, step, size, seed, length=None):
-    order = []
-    for i in range(50):
-        rng = np.random.default_rng([seed, i])
-        one = rng.permutation(len(rows)).tolist()
-        if length:  # these few rows are one window
-            done = -i * len(rows) % size
-            one = one[:done] + sorted(one[done:], key=lambda j: length(rows[j]))
-            whole = (len(rows) - done) // size
-            at = [range(done + j * size, done + (j + 1) * size) for j in rng.permutation(whole)]
-            one = one[:done] + [one[j] for x in at for j in x] + one[done + whole * size :]
-        order += one
-    return [rows[i] for i in order[step * size : (step + 1) * size]]
+def plain_batch(rows, step, size, seed):
+    orders = [np.random.default_rng([seed, i]).permutation(len(rows)) for i in range(50)]
+    return [rows[i] for i in np.concatenate(orders)[step * size : (step + 1) * size]]
 
 
 def plain_loss(kind, model, rows):
@@ -144,16 +134,14 @@ def plain_fit(kind, folder, values):
     rows, val = (ids_in(folder, f"{task}_{x}", tokenizer) for x in ("train", "val"))
     optimizer = plain_adamw((model.parameters(), it.lr))
     steps, lowest = min(it.steps, math.ceil(it.epochs * len(rows) / it.batch_size)), math.inf
-    length = None if kind == "sft" else lambda pair: max(len(pair[1]), len(pair[2]))
     for step in range(steps):
         lr = set_plain_lr(optimizer, step, steps, it.warmup)
         optimizer.zero_grad()
-        loss, row, _ = plain_loss(
-            kind, model, plain_batch(rows, step, it.batch_size, it.seed, length)
-        )
+        loss, row, _ = plain_loss(kind, model, plain_batch(rows, step, it.batch_size, it.seed))
         loss.backward()
         norm = minippo.gradient_step(optimizer, it.max_grad_norm)
         if int((step + 1) / steps * 10 + 1e-9) > int(step / steps * 10 + 1e-9):
+            val = sorted(val, key=lambda row: sum(map(len, row)))
             figures = plain_loss(kind, model, val[::4])[2]  # at most 3 of 10
             row |= figures
             if figures["val_loss"] < lowest:
@@ -164,7 +152,7 @@ def plain_fit(kind, folder, values):
     facts = plain_loss(kind, model, val)[2]
     if kind == "rm":
         prompts, scores = ids_in(folder, "prompts_train", tokenizer), []
-        prompts, size = [prompts[i % 20][0] for i in range(64)], it.micro_batch or 256
+        prompts, size = [prompts[i % 20][0] for i in range(64)], 16 * it.micro_batch
         for i in range(0, 64, size):
             tokens, mask, _, _ = minippo.generate(sft, prompts[i : i + size], it.max_new_tokens)
             scores.append(model(tokens, row_lengths(mask)))
@@ -316,7 +304,7 @@ def test_sft_and_reward_model_are_trained_as_their_twins(fitted, kind, values, r
     printed = [line.partition(" (hardly")[0] for line in it.printed.splitlines()]
     assert [line for line in printed if line in lines] == lines
     other = {"steps": 7, "epochs": 1, "batch_size": 64, "lr": 1e-3, "warmup": 20}
-    other |= {"seed": 0, "max_new_tokens": 48, "max_grad_norm": 1.0}
+    other |= {"seed": 0, "max_new_tokens": 48, "max_grad_norm": 1.0, "micro_batch": 16}
     for name in values.keys() - {"sft": {"micro_batch", "steps"}, "rm": {"epochs"}}[kind]:
         change = {name: other.get(name, 0)}
         assert not agree(folder, kind, plain_fit(kind, folder, values | change)), name

@@ -29,7 +29,8 @@ sft --batch-size 9 -> unrecognized arguments: --batch-size 9; did you mean --bat
 ppo --kl-coef 1 -> did you mean --kl_coef?
 sft --lr nan -> --lr nan: should be at least 0 (-h
 sft --steps 0 -> --steps 0: should be at least 1 (-h
-sft --micro_batch -1 -> --micro_batch -1: should be at least 0
+sft --micro_batch 0 -> --micro_batch 0: should be at least 1
+ppo --micro_batch -1 -> --micro_batch -1: should be at least 0
 sft --heads 3 -> channels (16): not a multiple of heads (3) (-h
 sft --device tpu -> --device tpu: should be auto, cpu or cuda
 sft --device cuda -> --device cuda: this PyTorch sees no CUDA GPU; use --device cpu

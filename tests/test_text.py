@@ -6,8 +6,8 @@ import pytest
 
 from cli import write_rows
 from data.files import UserError
-from plumbing.text import Tokenizer, completion_tokens, encode_rows, in_parts, pad, pad_completions
-from plumbing.text import read_prompts, spread_over, texts_of
+from plumbing.text import Tokenizer, by_length, completion_tokens, encode_rows, in_parts, pad
+from plumbing.text import pad_completions, read_prompts, spread_over, texts_of
 
 TOKENIZER = Tokenizer.train(["ab ab"], 258)  # bytes, "ab", and the end
 A, B, C, D, E = map(ord, "abcde")
@@ -44,7 +44,9 @@ def test_rows_stand_at_column_0_padded_on_the_right_with_a_mask_over_the_complet
     assert pad([[1], [2, 3]])[1].tolist() == [1, 2] and completion_tokens(rows) == 6
 
 
-def test_rows_are_spread_and_cut():
+def test_rows_are_sorted_spread_and_cut():
+    rows = [("ab", "c"), ("d", "e"), ("", "fgh"), ("", "i")]
+    assert by_length(rows) == [rows[i] for i in (3, 1, 0, 2)]
     for n, step in ((1, 10), (3, 4), (4, 3), (9, 2), (10, 1), (99, 1)):
         assert spread_over(list(range(10)), n) == list(range(0, 10, step))
     assert in_parts("abcdefg", 2) == ["ab", "cd", "ef", "g"]
