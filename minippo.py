@@ -133,8 +133,8 @@ class Block(nn.Module):
 
 
 class Trunk(nn.Module):
-    """The body below the heads: tokens (B, T) -> hidden states (B, T, C). With read (B, T), only
-    those where it is true: (N, C). cache, start: see new_cache() and Attention."""
+    """The body below the heads: tokens (B, T) -> hidden states (B, T, C). cache, start: see
+    new_cache() and Attention."""
 
     def __init__(self, config):
         super().__init__()
@@ -152,13 +152,13 @@ class Trunk(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
-    def forward(self, tokens, read=None, cache=None, start=0):
+    def forward(self, tokens, cache=None, start=0):
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)
         with torch.autocast(x.device.type, torch.bfloat16, self.config.bfloat16):
             for i, block in enumerate(self.blocks):
                 x = block(x, cache and cache[i], start)
-        return self.norm(x if read is None else x[read])
+        return self.norm(x)
 
     def new_cache(self, rows, longest):
         """Room for the keys and values of so many positions, for each block."""
@@ -182,12 +182,10 @@ class GPT(nn.Module):
         nn.init.zeros_(self.value_head.weight)  # all values start alike; center_values() says where
         nn.init.zeros_(self.value_head.bias)
 
-    def hidden(self, tokens, read=None):
-        """tokens (B, T) -> what vocabulary head and value head read: (B, T, C) each, or (N, C)
-        where read (B, T) is true."""
-        hidden = self.trunk(tokens, read)
-        value_hidden = hidden if self.critic is None else self.critic(tokens, read)
-        return hidden, value_hidden
+    def hidden(self, tokens):
+        """tokens (B, T) -> the inputs of the vocabulary head and of the value head: (B, T, C) each."""
+        hidden = self.trunk(tokens)
+        return hidden, hidden if self.critic is None else self.critic(tokens)
 
     def forward(self, tokens):
         """tokens (B, T) -> logits (B, T, V), values (B, T); both at t belong to token t + 1."""
@@ -217,9 +215,8 @@ class RewardModel(nn.Module):
 
     def forward(self, tokens, lengths):
         """tokens (B, T), lengths (B,) -> (B,), read at the last token, which has seen them all."""
-        last = torch.arange(tokens.shape[1], device=tokens.device) == lengths[:, None] - 1  # (B, T)
-        hidden = self.trunk(tokens, last)  # (B, C): `last` is true once in each row
-        scores = (self.score_head(hidden).squeeze(-1) - self.mean) / self.std
+        last = self.trunk(tokens)[torch.arange(len(lengths)), lengths - 1]  # (B, C)
+        scores = (self.score_head(last).squeeze(-1) - self.mean) / self.std
         return torch.minimum(scores, self.cap)
 
 
@@ -280,7 +277,7 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0, with_entropy=False):
     """
     check_mask(mask, tokens[:, 1:])
     states, actions = tokens[:, :-1], tokens[:, 1:]
-    hidden, value_hidden = policy.hidden(states, mask)  # (N, C) each
+    hidden, value_hidden = (x[mask] for x in policy.hidden(states))  # (N, C) each
     logits = at_least_float32(policy.lm_head(hidden))  # (N, V), not (B, T-1, V): V is large
     logprobs = gather_logprobs(logits, actions[mask], temperature)  # (N,)
     values = at_least_float32(policy.value_head(value_hidden).squeeze(-1))  # (N,)
@@ -595,8 +592,8 @@ def value_loss(values, old_values, returns, mask, clip):
     clipped = old_values + (values - old_values).clamp(-clip, clip)
     errors, clipped_errors = 0.5 * (values - returns) ** 2, 0.5 * (clipped - returns) ** 2
     loss = torch.max(errors, clipped_errors).mean()
-    value_clip_frac = (clipped_errors > errors).float().mean()
-    return loss, {"value_loss": loss.item(), "value_clip_frac": value_clip_frac.item()}
+    stopped = ((values - old_values).abs() > clip) & (clipped_errors > errors)
+    return loss, {"value_loss": loss.item(), "value_clip_frac": stopped.float().mean().item()}
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,17 +1,16 @@
 """Stage 3, PPO: the policy learns to write what scores highly, and stays close to the SFT model.
 
     python train_ppo.py                    after train_sft.py and train_rm.py, on the same data
-    python train_ppo.py --data FOLDER      on prompts_train.jsonl and prompts_val.jsonl of your own
+    python train_ppo.py --data FOLDER      on rows {"prompt": ...} in prompts_train.jsonl, _val.jsonl
     python train_ppo.py --reward my:score  with a function in my.py instead of the reward model
 
-The files hold rows {"prompt": ...}. Writes out/ppo.pt, out/report.json and out/report.html, a page
-for the browser. PPO's neighbours are in variations/: python -m variations.rloo.
+Writes out/ppo.pt and out/report.html, a page for the browser. Related algorithms: variations/.
 """
 
-import math
 from dataclasses import dataclass
 
-from minippo import PPOConfig, batch_metrics, compute_advantages, ppo_loss, ppo_update, rollout
+from minippo import PPOConfig, batch_metrics, center_values, compute_advantages, ppo_loss
+from minippo import ppo_update, rollout
 from plumbing.models import load_models
 from plumbing.report import check_start, report
 from plumbing.run import Run, adamw
@@ -26,8 +25,7 @@ class TrainConfig:
     lr: float = 8e-4  # peak learning rate of AdamW; it falls linearly to 0
     warmup: int = 5  # iterations in which the learning rate climbs to its peak
     adam_eps: float = 1e-4  # Adam's epsilon; weights of tiny, noisy gradients move less
-    kl_target: float = 3.0  # KL in nats that an adaptive beta steers to
-    kl_horizon: float = math.inf  # responses in which beta changes by a fifth at most; inf: never
+    kl_target: float = 0.0  # KL in nats that an adaptive beta steers to; 0: beta stays
     ref_update_every: int = 0  # iterations after which the policy replaces ref; 0: never
     models: str = ""  # folder of sft.pt and rm.pt; if empty, --out, or the folder above
     policy: str = ""  # checkpoint to start from, out/ppo.pt for a second round; sft.pt otherwise
@@ -51,6 +49,7 @@ def train(
     run = Run("ppo", config, policy, tokenizer, optimizer, schedule, data=prompts, ref=ref)
     if run.step == 0:
         check_start(policy, ref, score, prompts, config)
+        center_values(policy, rollout(policy, ref, score, prompts[: config.batch_size], config))
 
     for step in run.steps():
         questions = run.batch(prompts, config.batch_size // config.k)
@@ -60,7 +59,8 @@ def train(
         stats = ppo_update(policy, optimizer, batch, config, loss)  # phase 4
         stats |= batch_metrics(batch, config)
         schedule.step()
-        config.kl_coef = adapted_kl_coef(stats["kl"], config)  # stays, by default
+        if config.kl_target:
+            config.kl_coef = adapted_kl_coef(stats["kl"], config)
         if config.ref_update_every and (step + 1) % config.ref_update_every == 0:
             ref.load_state_dict(policy.state_dict(), strict=False)  # ref has no separate critic
         run.end_step(stats, batch)  # watches, logs, saves
@@ -70,10 +70,10 @@ def train(
 
 
 def adapted_kl_coef(kl, config):
-    """Raise beta when the KL (nats per response) is above its target, else lower it, by about a
-    fifth at most in kl_horizon responses (Ziegler et al., arXiv:1909.08593, section 2.2)."""
+    """Raise beta when the KL (nats per response) is above its target, else lower it: by a fifth at
+    most in 10,000 responses (Ziegler et al., arXiv:1909.08593, section 2.2)."""
     error = min(max(kl / config.kl_target - 1, -0.2), 0.2)
-    return config.kl_coef * (1 + error * min(1, config.batch_size / config.kl_horizon))
+    return config.kl_coef * (1 + error * config.batch_size / 10_000)
 
 
 if __name__ == "__main__":

@@ -80,9 +80,9 @@ class Policy(torch.nn.Module):
         if (ends := model.generation_config.eos_token_id) not in (None, eos, [eos]):
             warnings.warn(f"only token {eos} ends a response, not all of {ends}", stacklevel=2)
 
-    def hidden(self, tokens, read, **more):
+    def hidden(self, tokens, **more):
         with torch.autocast(tokens.device.type, torch.bfloat16, self.bfloat16):
-            hidden = last_hidden(self.model, tokens, **more)[read]
+            hidden = last_hidden(self.model, tokens, **more)
         return [hidden.to(head.weight.dtype) for head in (self.lm_head, self.value_head)]
 
 
@@ -123,7 +123,7 @@ def sample(policy, prompts, max_new_tokens, temperature=1.0):
     while len(drawn) < max_new_tokens and inside[-1].any():
         more = {"position_ids": (text.cumsum(1) - 1).clamp(min=0)[:, -new.shape[1] :]}
         more |= {"attention_mask": text, "use_cache": True, "cache": cache}
-        logits = policy.lm_head(policy.hidden(new, (slice(None), -1), **more)[0]).float()
+        logits = policy.lm_head(policy.hidden(new, **more)[0][:, -1]).float()
         drawn.append(minippo.draw(logits / temperature))
         nats.append(gather_logprobs(logits, drawn[-1], temperature))
         inside.append(inside[-1] & (drawn[-1] != policy.config.eos))

@@ -22,7 +22,7 @@ def likely_tokens(models, tokens, mask, temperature, spell):
     """In the state of each action of a row, tokens (T,) and mask (T-1,): the likeliest next tokens by
     the first of the models, which sampled the row, and the action -> a list of [text, its
     probability by each model] for each action."""
-    hidden = [model.hidden(tokens[None, :-1], mask[None])[0] for model in models]  # (N, C) each
+    hidden = [model.hidden(tokens[None, :-1])[0][0, mask] for model in models]  # (N, C) each
     logits = [at_least_float32(x.lm_head(h)) / temperature for x, h in zip(models, hidden)]
     chances = torch.stack(logits, -1).softmax(1)  # (N, V, models)
     likely = chances[:, :, 0].topk(min(LIKELY, chances.shape[1])).indices.tolist()

@@ -14,8 +14,8 @@ import torch
 from data.files import UserError, printable, write_file
 from data.rows import load_rows
 from data.truth import entropies, judge_of, margins
-from minippo import center_values, draw, evaluate_actions, gather_logprobs, generate
-from minippo import kl_per_response, rollout, row_lengths, score_responses
+from minippo import draw, evaluate_actions, gather_logprobs, generate, kl_per_response, rollout
+from minippo import row_lengths
 from plumbing.models import load_checkpoint, load_sft, nats_of
 from plumbing.page import strict
 from plumbing.text import encode_rows, in_parts, pad, read_prompts, texts_of
@@ -27,8 +27,7 @@ COLUMNS = "judge", "score", "kl", "eos_rate", "response_length", "distinct"
 
 @torch.no_grad()
 def check_start(policy, ref, score, prompts, config):
-    """Before the first update: do sampling and scoring agree? Do the settings suit the scores? And
-    let the values start at the mean score.
+    """Before the first update: do sampling and scoring agree? Do the settings suit the scores?
 
     pi / old must be 1 at every token, and the KL 0, unless --policy was given; else UserError. In
     bfloat16 single tokens are off by its rounding, so there the mean is judged.
@@ -51,7 +50,7 @@ def check_start(policy, ref, score, prompts, config):
 
     prompts = prompts[: config.micro_batch or config.batch_size]
     temperature = config.temperature
-    tokens, mask, logprobs, values = generate(policy, prompts, longest, temperature, recorded_draw)
+    tokens, mask, logprobs, _ = generate(policy, prompts, longest, temperature, recorded_draw)
     ref_logprobs, _, _ = evaluate_actions(ref, tokens, mask, temperature)
     drawn, lengths = torch.zeros_like(logprobs), row_lengths(mask)
     for t, column in enumerate(columns, tokens.shape[1] - 1 - len(columns)):
@@ -66,11 +65,8 @@ def check_start(policy, ref, score, prompts, config):
         raise UserError(f"{when} a token is {nats:.4f} nats away from the reference, not 0")
     kl = "" if config.policy else " and the KL to the reference is 0"
     print(f"checked: {when} the ratio is 1{kl}")
-    raw = score(tokens, mask)
-    scores, _ = score_responses(lambda *_: raw, tokens, mask, config, policy.config.eos)
-    center_values(policy, {"scores": scores, "old_values": values, "mask": mask})
-    raw = raw.double()
-    spread, mean = raw.std(correction=0).item(), raw.mean().item()
+    scores = score(tokens, mask).double()
+    spread, mean = scores.std(correction=0).item(), scores.mean().item()
     if spread > 0 and not 0.2 < spread < 5:
         factor = f"divide the reward by {float(f'{spread:.1g}'):g}"
         print(

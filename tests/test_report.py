@@ -290,17 +290,6 @@ def test_a_run_starts_only_if_sampling_and_scoring_agree_and_says_what_does_not_
         assert sizes == [min(x.count, x.micro_batch or 16)]
 
 
-def test_the_values_start_at_the_mean_score_less_penalties():
-    policy = tiny_gpt()
-    config = SimpleNamespace(**vars(Settings(6, length_penalty=0.25)) | vars(TrainConfig()))
-    state, prompts = torch.get_rng_state(), [[1, 2], [3]] * 64
-    report.check_start(policy, frozen_copy(policy), lambda x, _: x.sum(1), prompts, config)
-    torch.set_rng_state(state)
-    batch = minippo.rollout(policy, policy, lambda x, _: x.sum(1), prompts, config)
-    mean = minippo.masked_mean(batch["old_values"], batch["mask"])
-    assert_equal(mean, batch["scores"].double().mean(), 1e-6)
-
-
 def test_what_is_wrong_with_an_iteration_is_said():
     for kl, more, says in (
         ([-0.1, -0.01] * 8, {}, "KL -0.055 ± 0.011 is below 0: sampling and scoring disagree"),

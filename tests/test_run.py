@@ -27,7 +27,7 @@ from tiny import inf, nan, tiny_gpt, tiny_reward_model
 STAGES = {
     "sft": "--batch_size 8 --epochs 3 --layers 1 --channels 16 --context 48",
     "rm": "--batch_size 8 --epochs 3 --max_new_tokens 6",
-    "ppo": "--batch_size 8 --minibatches 2 --max_new_tokens 6 --steps 6 --kl_horizon 100 "
+    "ppo": "--batch_size 8 --minibatches 2 --max_new_tokens 6 --steps 6 "
     "--kl_target 1 --ref_update_every 1 --separate_critic --seed 4 --no_report",
 }
 CHANGES = {

@@ -55,13 +55,13 @@ PPO = values_of(
     "gamma 0.9 lam 0.8 whiten false kl_coef 0.3 length_penalty 0.05 missing_eos_penalty 0.5 "
     "clip_eps 0.02 value_clip 0.03 vf_coef 0.2 entropy_coef 0.02 kl_loss_coef 0.5 "
     "max_grad_norm 0.3 lr 0.005 warmup 1 adam_eps 0.01 kl_target 0.01 "
-    "kl_horizon 20.0 ref_update_every 2 seed 10 k 2"
+    "ref_update_every 2 seed 10 k 2"
 )
 CRITIC = {name: x for name, x in PPO.items() if name not in ("micro_batch", "k")}
 CRITIC |= {"separate_critic": True, "clip_eps": math.inf, "ref_update_every": 3, "steps": 4}
 RLOO = values_of(
     'k 2 steps 2 batch_size 6 minibatches 1 lr 0.01 max_new_tokens 5 reward "taste:score" '
-    "kl_horizon 50"
+    "kl_target 5"
 )
 TASTE = "def score(prompts, responses):\n    return [len(x) / 9 for x in responses]\n"
 
@@ -163,7 +163,7 @@ def plain_fit(kind, folder, values):
 
 
 def plain_ppo(folder, values, random_state, policy="", algorithm=minippo):
-    """random_state: before the first rollout."""
+    """random_state: after the check of the start."""
     it = vars(train_ppo.TrainConfig()) | {"k": 1, "seed": 0, "micro_batch": 0} | values
     it = SimpleNamespace(**{"separate_critic": False, "adam_eps": 1e-4} | it)
     kind = rloo.Settings if algorithm is rloo else PPOConfig
@@ -186,8 +186,7 @@ def plain_ppo(folder, values, random_state, policy="", algorithm=minippo):
     groups = ({*policy.parameters()} - head, it.lr), (head, factor * it.lr)
     optimizer = plain_adamw(*groups, eps=it.adam_eps)
     torch.set_rng_state(random_state)
-    first = prompts[: it.micro_batch or it.batch_size]  # the values start at their mean score
-    batch = minippo.rollout(policy, ref, score, first, config)
+    batch = minippo.rollout(policy, ref, score, prompts[: it.batch_size], config)
     minippo.center_values(policy, batch)
     loss_of = getattr(algorithm, "loss", minippo.ppo_loss)
     for step in range(it.steps):
@@ -209,8 +208,9 @@ def plain_ppo(folder, values, random_state, policy="", algorithm=minippo):
         row["ratio_max"] = max(x["ratio_max"] for x in stats)
         row |= minippo.batch_metrics(batch, config) | {"step": step + 1, "lr": lr}
         yield row
-        error = min(max(row["kl"] / it.kl_target - 1, -0.2), 0.2)
-        config.kl_coef *= 1 + error * min(1, it.batch_size / it.kl_horizon)
+        if it.kl_target:
+            error = min(max(row["kl"] / it.kl_target - 1, -0.2), 0.2)
+            config.kl_coef *= 1 + error * it.batch_size / 10_000
         if it.ref_update_every and (step + 1) % it.ref_update_every == 0:
             ref.load_state_dict(policy.state_dict(), strict=False)
     yield policy.state_dict() | {"sft": fingerprint(folder / "sft.pt")}
@@ -236,8 +236,8 @@ def same(row, plain):
 
 
 def watched_run(script, values, *flags):
-    """-> what it printed; the modes of the networks and the rows in memory; the random state before
-    the first rollout."""
+    """-> what it printed; the modes of the networks and the rows in memory; the random state after
+    the check of the start."""
     calls, states = [], []
     forward, generate = minippo.Trunk.forward, minippo.generate
 
@@ -246,8 +246,9 @@ def watched_run(script, values, *flags):
         return forward(trunk, tokens, *rest, **more)
 
     def watched_generate(*arguments, **more):
+        returned = generate(*arguments, **more)
         states.append(torch.get_rng_state())
-        return generate(*arguments, **more)
+        return returned
 
     named = {"True": "--{}", "False": "--no_{}"}
     words = [named.get(str(x), "--{} {}").format(name, x) for name, x in values.items()]
@@ -466,12 +467,10 @@ def test_a_reward_model_within_two_errors_of_chance_is_called_so(begun, tmp_path
         assert ("hardly more than by chance" in printed) == doubted
 
 
-def test_beta_follows_the_kl_by_a_fifth_at_most_in_a_horizon():
+def test_beta_follows_the_kl_by_a_fifth_at_most_in_10_000_responses():
+    config = SimpleNamespace(kl_coef=0.5, batch_size=1000, kl_target=3.0)
     for kl, share in ((3.0, 0), (3.3, 0.1), (2.7, -0.1), (9.0, 0.2), (-5.0, -0.2)):
-        for horizon, part in ((100.0, 0.1), (1.0, 1.0), (math.inf, 0)):
-            config = SimpleNamespace(kl_coef=0.5, batch_size=10, kl_target=3.0, kl_horizon=horizon)
-            beta = train_ppo.adapted_kl_coef(kl, config)
-            assert beta == pytest.approx(0.5 * (1 + share * part))
+        assert train_ppo.adapted_kl_coef(kl, config) == pytest.approx(0.5 * (1 + share / 10))
 
 
 def test_a_constant_in_an_own_reward_changes_nothing(begun, tmp_path, monkeypatch):

@@ -141,7 +141,7 @@ def test_odd_text_missing_files_and_neutral_values_are_no_mistakes(folder):
     for kind, flags in HARMLESS.items():
         status, printed, error = stage(kind, folder / "data", folder / "new", *flags.split())
         assert (status, error) == (0, "") and "\x1b" not in printed
-    for flags in ("--kl_horizon 1", "--separate_critic"):
+    for flags in ("--kl_target 1", "--separate_critic"):
         flags = ["--models", folder, "--out", folder / flags[2:5], *flags.split()]
         assert stage("ppo", folder / "data", folder, *flags)[::2] == (0, "")
 
