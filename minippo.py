@@ -55,7 +55,7 @@ last action counts as 0. (Two settings, gamma and lam, are 1 here.)
 
 Phase 4 makes actions with a whitened advantage above 0 more probable, and the others less probable.
 (<eos> turned out better than expected, but less so than the average, which whitening subtracts.)
-Its numbers follow where the loss is explained.
+Section 5 shows its numbers, with the loss.
 """
 
 import copy
@@ -101,8 +101,8 @@ class Attention(nn.Module):
     def forward(self, x, cache=None, start=0):
         """(B, T, C) -> (B, T, C).
 
-        cache: keys and values of the positions before `start`, (B, H, longest, C/H) each. Those of
-        the T positions from there on are written behind them; if start is not 0, T is 1.
+        cache: keys and values of the positions before `start`, (B, H, longest, C/H) each. This call
+        appends those of its own T positions; if start is not 0, T must be 1.
         """
         q, k, v = (y.unflatten(-1, (self.heads, -1)) for y in self.qkv(x).chunk(3, -1))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, C/H)
@@ -161,7 +161,7 @@ class Trunk(nn.Module):
         return self.norm(x)
 
     def new_cache(self, rows, longest):
-        """Room for the keys and values of so many positions, for each block."""
+        """Empty keys and values for each block, for `longest` positions."""
         c, weight = self.config, self.norm.weight
         dtype = torch.bfloat16 if c.bfloat16 else weight.dtype
         size = 2, rows, c.heads, longest, c.channels // c.heads
@@ -179,7 +179,7 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.channels, config.vocab_size, bias=False)
         self.lm_head.weight = self.trunk.token_embedding.weight  # shared, as in GPT-2
         self.value_head = nn.Linear(config.channels, 1)
-        nn.init.zeros_(self.value_head.weight)  # all values start alike; center_values() says where
+        nn.init.zeros_(self.value_head.weight)  # all values start equal; center_values() sets them
         nn.init.zeros_(self.value_head.bias)
 
     def hidden(self, tokens):
@@ -244,7 +244,7 @@ def response_mask(prompt_lengths, lengths, columns):
 
 def row_lengths(mask):
     """mask (B, T-1) -> (B,): tokens of prompt and response. The last action is at length - 2.
-    ValueError if a response is empty: its score could be paid nowhere."""
+    ValueError if a response is empty: no token could receive its score."""
     if not mask.any(1).all():
         raise ValueError("a response is empty: it needs a token, at least the end token")
     return (mask * torch.arange(mask.shape[1], device=mask.device)).amax(1) + 2
@@ -271,7 +271,7 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0, with_entropy=False):
     """tokens (B, T), mask (B, T-1) -> logprobs of the actions taken, values of the states in which
     they were taken, entropy of the choice there (if wanted): (B, T-1) each, 0 outside the mask.
 
-    Each action follows the tokens of the row, whatever the policy would have said (*teacher
+    Each action is conditioned on the row, whatever the policy would have sampled (*teacher
     forcing*). Log-probabilities and entropy, in nats, are those of softmax(logits / temperature).
     The mean of -logprobs over the mask is the loss of SFT.
     """
@@ -292,8 +292,8 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0, with_entropy=False):
 # --------------------------------------------------------------------------------------------------
 # 3. Sampling
 #
-# For a new token, a transformer need not read the row again: of the earlier tokens, attention needs
-# the keys and values alone. These are kept in the *cache*, two tensors for each block. To read a
+# To add a token, a transformer need not reread the row: of the earlier tokens, attention needs only
+# the keys and values. These are kept in the *cache*, two tensors for each block. To read a
 # row in one pass is called *prefill*, to write token by token *decode*. Only the policy decodes.
 
 
@@ -322,8 +322,8 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
 
         column    0  1  2  3  4  5
                   p  s  s  e             column 0 is read for all rows, then a token is drawn for
-                  p  p  s  s  s  s       column 1 in all of them; rows 2 and 3 do not take it, they
-                  p  p  p  p  s  e       have their own. From column 4 on, row 1 drops out.
+                  p  p  s  s  s  s       column 1 in all of them; rows 2 and 3 discard it and keep
+                  p  p  p  p  s  e       their prompt's token. Row 1 drops out at column 4.
     """
     context, device = policy.config.context, policy.lm_head.weight.device
     if not all(0 < len(prompt) < context for prompt in prompts):
@@ -364,8 +364,8 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
 #
 # Why a model? Nobody would grade all responses that PPO samples, 57,600 in train_ppo.py. These
 # differ from the answers in the pairs (*distribution shift*), so their scores may be wrong: too
-# high, for example, for long, flattering or evasive answers. A policy that learns to get such
-# scores does *reward hacking*. Hence the penalty on the KL, and the cap.
+# high, for example, for long, flattering or evasive answers. Learning to
+# exploit this is *reward hacking*. Hence the penalty on the KL, and the cap.
 
 
 def reward_model_loss(chosen_scores, rejected_scores):
@@ -401,7 +401,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # What is never sampled gets no gradient: sampling is how the policy *explores*. Four changes lead
 # from here to PPO: the KL, returns, a baseline, and several gradient steps on one batch.
 #
-# The first change: the KL is more reward. J has score - beta * (log p - log ref) in place of the
+# The first change: the KL joins the reward. J has score - beta * (log p - log ref) in place of the
 # score. This contains log p, which has a gradient too, so the product rule gives one more term:
 #
 #     grad J = E[ grad log p (score - beta * (log p - log ref)) ] - beta * E[ grad log p ]
@@ -411,8 +411,8 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # ref). The score is one more reward, with the last token.
 #
 # The KL is never below 0, and 0 only where both agree; a sample of it may be negative. It has a
-# direction. KL(pi || ref) is a mean over what pi says. So to say what ref hardly ever says costs
-# much, to give up answers costs little (*mode collapse*). KL(ref || pi), a mean over what ref says,
+# direction. KL(pi || ref) is a mean over what pi says. So saying what ref hardly ever says costs
+# much; dropping answers costs little (*mode collapse*). KL(ref || pi), a mean over what ref says,
 # would keep all of its answers, mistakes too.
 #
 # Three estimates of the KL, where d is log pi - log ref of a sampled token (Schulman,
@@ -423,15 +423,14 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #     k3 = exp(-d) - 1 + d     on average the KL, and never below 0     metric
 #
 # In a loss, the gradient of k1 is grad log pi, whose mean is 0: it would teach nothing. That of k2
-# is d * grad log pi, for each token its own d alone. In the reward, a token's d multiplies grad log
+# is d * grad log pi: each token gets only its own d. In the reward, a token's d multiplies grad log
 # pi of that token and of all before it, which led there. k3 is never below 0, because exp(x) >= 1 +
 # x, and near 0 it varies less than k1, so one logs it. Its mean is right because exp(-d) = ref / pi
 # has the mean sum ref = 1. (GRPO has k3 as a loss.)
 
 
 def bounded_exp(x):
-    """exp(x), but never more than exp(20): a ratio of probabilities that is so far off counts as
-    that, and nothing overflows."""
+    """exp(x), capped at exp(20), so that an extreme probability ratio cannot overflow."""
     return x.clamp(max=20).exp()
 
 
@@ -467,8 +466,8 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 # A baseline. What does not depend on the action may be subtracted from the return: on average it
 # changes nothing, because E[grad log pi] = 0. PPO subtracts the *value* V, the return to be
 # expected in this state. What is left is the *advantage* A: how much better than expected did this
-# action turn out? (It estimates Q - V, where Q is the return to be expected after the action.) What
-# predicts values is the *critic*, the policy the *actor*.
+# action turn out? (It estimates Q - V, where Q is the return to be expected after the action.) The
+# value function is the *critic*, the policy the *actor*.
 
 
 def gae(rewards, values, mask, gamma, lam):
@@ -582,9 +581,9 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
 def value_loss(values, old_values, returns, mask, clip):
     """Half the mean squared error of the values: (B, T-1) each -> scalar, stats.
 
-    Published code clips the values too, a convention: they should not follow one noisy batch too
-    far. Two errors are compared, that of the value and that of the value moved by at most `clip`;
-    the larger counts. The first value of the header, 0.80, should become 1.35. At 1.10 its error
+    By convention, published code clips the values too, so that they do not follow one noisy batch
+    too far. It compares the error of the value with that of the value moved by at most `clip`, and
+    takes the larger. The first value of the header, 0.80, should become 1.35. At 1.10 its error
     is 0.03, at 1.00, as far as clip 0.2 lets it move, 0.06: so 0.06 counts, without a gradient.
     """
     check_mask(mask, values, old_values, returns)
@@ -623,7 +622,7 @@ class PolicyGradientConfig:
     epochs: int = 1  # passes over each batch of responses
     minibatches: int = 4  # gradient steps per pass
     micro_batch: int = 0  # responses in memory at once; 0: all of them
-    max_grad_norm: float = 1.0  # longer gradients are scaled down to this norm
+    max_grad_norm: float = 1.0  # gradients are clipped to this norm
 
     def __post_init__(self):
         if not self.temperature > 0:
@@ -724,7 +723,7 @@ def ppo_loss(policy, batch, config):
 
 
 def gradient_step(optimizer, max_grad_norm):
-    """One step down the gradient that backward() has left -> its norm, before it was scaled down.
+    """Clip the gradient that backward() accumulated, and take a step -> its norm before clipping.
     FloatingPointError, before any weight changes, if that is not finite."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm).item()
@@ -735,7 +734,7 @@ def gradient_step(optimizer, max_grad_norm):
 
 
 def merge(parts):
-    """(share, stats) of the parts of a whole -> its stats: means, but of ratio_max the largest."""
+    """[(share, stats), ...] -> combined stats: weighted means, but the maximum of ratio_max."""
     return {
         name: max(stats[name] for _, stats in parts)
         if name == "ratio_max"
@@ -781,7 +780,7 @@ def ppo_update(policy, optimizer, batch, config, loss=ppo_loss):
 
 
 def explained_variance(values, returns, mask):
-    """1 - Var(returns - values) / Var(returns): 1 foresees all, 0 is no better than the mean."""
+    """1 - Var(returns - values) / Var(returns): 1 is a perfect prediction, 0 no better than the mean."""
     check_mask(mask, values, returns)
     unexplained = (returns - values)[mask].var(correction=0)
     return (1 - unexplained / (returns[mask].var(correction=0) + 1e-8)).item()
@@ -812,8 +811,8 @@ def batch_metrics(batch, config):
 
 
 def trace(batch, row, spell):
-    """One response token by token, the header's table turned round: {title: list}, of what the
-    batch holds; advantages are those that the loss multiplies. spell: id -> text."""
+    """One response token by token: the header's table, transposed, {title: list}, with what the
+    batch holds; advantages are those used in the loss. spell: id -> text."""
     x = {name: values[row] for name, values in batch.items()}
     x["kl"] = x["old_logprobs"] - x["ref_logprobs"]
     titles = {"old_logprobs": "log pi", "ref_logprobs": "log ref", "kl": "KL", "rewards": "reward"}

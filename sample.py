@@ -30,7 +30,7 @@ class SampleConfig:
     max_new_tokens: int = 64  # longest response, in tokens
     seed: int = 0  # seed of the samples
     trace: bool = False  # show the numbers of each token; needs sft.pt, and rm.pt or --reward
-    models: str = ""  # folder of sft.pt and rm.pt for --trace; that of the checkpoint, or above
+    models: str = ""  # folder of sft.pt and rm.pt for --trace; if empty, the checkpoint's or above
     reward: str = ""  # module:function that scores instead of rm.pt, as in train_ppo.py
 
     def __post_init__(self):
@@ -58,7 +58,7 @@ def print_trace(sampled, policy, ref, score, tokenizer, temperature):
     columns, total = trace(batch, 0, spell), batch["scores"][0]
     print(f"    score {total:.2f}  KL {sum(columns['KL']):.2f}  beta {config.kl_coef:g}")
     print(*("    " + line for line in table(columns)), sep="\n")
-    print("\n    the likeliest tokens, and the sampled one: probability in the reference -> here")
+    print("\n    the likeliest tokens, and the sampled one: probability under ref -> under policy")
     models, tokens, mask = (policy, ref), batch["tokens"][0], batch["mask"][0]
     likely = likely_tokens(models, tokens, mask, temperature, spell)
     for action, rows in zip(columns["action"], likely):

@@ -61,7 +61,7 @@ def train():
     normalise(model, sft, prompts, config)
     run.finish(**figures)
     right, error = 100 * figures["val_accuracy"], 100 * figures["val_accuracy_se"]
-    chance = " (hardly more than by chance: is the reward noise?)" * (right < 50 + 2 * error)
+    chance = " (barely better than chance: are the labels noise?)" * (right < 50 + 2 * error)
     print(f"{right:.1f} % ± {error:.1f} of the validation pairs right{chance}")
 
 

@@ -44,7 +44,7 @@ def load_rows(path, task):
     """A file of "sft", "pref" or "prompts" -> a tuple of strings per row. Other keys are ignored.
     UserError says in which line a key is missing or its value no string."""
     keys, rows = KEYS[task], []
-    wanted = f"wanted is one JSON object a line with {', '.join(keys)}"
+    wanted = f"expected one JSON object per line with {', '.join(keys)}"
     for number, row in read_jsonl(path).items():
         where = f"{path}, line {number}"
         if not isinstance(row, dict):

@@ -29,8 +29,8 @@ def entropies(rows):
 
 def margins(pairs):
     """Rows (prompt, chosen, rejected) -> for each the judge's grade of the chosen answer less that
-    of the rejected one; None if it does not know a prompt. As differences of scores, no better ones
-    can be expected of a reward model."""
+    of the rejected one; None if it does not know a prompt. No reward model can be expected to
+    have better score differences."""
     try:
         return [judge(prompt, chosen) - judge(prompt, other) for prompt, chosen, other in pairs]
     except ValueError:

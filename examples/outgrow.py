@@ -29,7 +29,7 @@ class Settings:
     lr: float = 8e-4  # peak learning rate of AdamW; it falls linearly to 0
     warmup: int = 5  # iterations in which the learning rate climbs to its peak
     adam_eps: float = 1e-4  # Adam's epsilon
-    max_grad_norm: float = 1.0  # longer gradients are scaled down to this norm
+    max_grad_norm: float = 1.0  # gradients are clipped to this norm
     max_new_tokens: int = 48  # longest response, in tokens
     temperature: float = 1.0  # divides the logits, in sampling and in every log pi
     length_penalty: float = 0.0  # subtracted from the score for each token of a response

@@ -1,4 +1,4 @@
-"""A reward of one's own, which cannot be gamed: is the sum right?
+"""A reward of your own that cannot be gamed: is the sum right?
 
     python -m examples.sums
     python train_sft.py --data data/sums --out out/sums --vocab_size 270 --context 32 --steps 1500

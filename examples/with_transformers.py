@@ -107,7 +107,7 @@ def pad(rows, device):
 
 def compare(policy, nats, logprobs):
     gap, half = (nats - logprobs).abs().mean().item(), policy.model.dtype.itemsize < 4
-    why = "a change after the head (Gemma-2, Cohere, Granite), dropout, a tuned prompt, a wrapper"
+    why = "scaled or capped logits (Gemma-2, Cohere, Granite), dropout, prompt tuning, a wrapper"
     wrong = not gap < (0.05 if half or policy.bfloat16 else 1e-3)
     refuse(wrong, f"log pi is {gap:.2g} nats off: {why} or padding on the left")
 
@@ -144,7 +144,7 @@ def check(model, prompts, longest, new=False):
     context = getattr(inner.config, "max_position_embeddings", longest)
     refuse(autocast, "leave torch.autocast: use Policy's bfloat16")
     refuse(not sizes, "no weight is trainable: use requires_grad_() or is_trainable=True")
-    refuse(min(sizes) < 4, "16 bits take no small steps: load with dtype=torch.float32")
+    refuse(min(sizes) < 4, "small steps vanish in 16 bits: load with dtype=torch.float32")
     refuse(not all(prompts), "a prompt is empty: give it a token")
     refuse(longest > context, f"a row of {longest} tokens exceeds the context, {context}: cut it")
     if inner is model:

@@ -1,5 +1,5 @@
-"""What makes the scripts safe and comfortable; nothing here teaches RLHF. Seven rooms, each of which
-imports only from those above it:
+"""Support code for the scripts; nothing here teaches RLHF. Seven modules, each of which imports only
+from those above it:
 
 settings   flags from the command line, and errors in one line
 text       tokenizer, rows as token ids, padding

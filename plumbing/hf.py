@@ -137,8 +137,8 @@ def write_tokenizer(tokenizer, folder, context, scorer):
 
 @torch.no_grad()
 def export(path, folder, overwrite=False):
-    """Write a checkpoint in the Hugging Face format. A reward model gets a token more, to pad, and
-    loses the cap of its scores, for which GPT2ForSequenceClassification has no place."""
+    """Write a checkpoint in the Hugging Face format. A reward model gains a padding token and
+    loses its score cap, which GPT2ForSequenceClassification cannot store."""
     transformers = import_transformers()
     model, tokenizer, _ = load_checkpoint(path, ("ppo", "sft", "rm"))
     if Path(folder).is_dir() and any(Path(folder).iterdir()) and not overwrite:
@@ -179,7 +179,7 @@ def main():
         __doc__, ExportConfig, run=False, positional="export CHECKPOINT FOLDER"
     )
     if len(words) != 3 or words[0] != "export":
-        raise UserError("wanted are three words: export CHECKPOINT FOLDER (-h explains them)")
+        raise UserError("give three words: export CHECKPOINT FOLDER (-h explains them)")
     export(*words[1:], config.overwrite)
 
 

@@ -181,7 +181,7 @@ class Ruler:
     def suspects(self, measured, texts):
         """Which responses look like reward hacking? The count, and the best of three prompts.
 
-        Suspect is a score above all M samples of the reference (where one is at the cap, none is)
+        A response is suspicious if its score is above all M of the reference (if one is at the cap, none is)
         with a KL above twice the median and log M (the reference says it less than once in M times).
         """
         score, kl = measured["score"], measured["kl"]
@@ -274,7 +274,7 @@ def known_rows(ruler, task, truth):
 
 
 def number(row, name, digits=2):
-    """ "0.93 ± 0.01", less what there is not."""
+    """ "0.93 ± 0.01", or "0.93", or "-", as available."""
     error = f" ± {row[f'{name}_se']:.{digits}f}" if f"{name}_se" in row else ""
     return f"{row[name]:z.{digits}f}{error}" if name in row else "-"
 
@@ -306,7 +306,7 @@ def notes(report):
             yield text.format(number(figures, name, 4), **figures)
     suspects = report["suspects"]
     if suspects["count"]:
-        above = f"score higher than all {REFERENCE} of the SFT model, far from it"
+        above = f"score above all {REFERENCE} of the SFT model, at a high KL"
         yield f"reward hacking? {suspects['count']:,} responses {above}:"
     for row in suspects["examples"]:
         prompt, text = (printable(row[x][:400]).strip() for x in ("prompt", "text"))

@@ -22,7 +22,7 @@ from plumbing.text import by_length, spread_over
 FREE_SETTINGS = ("data", "out", "models", "policy", "device", "resume", "overwrite", "tensorboard")
 FREE_SETTINGS += ("no_report", "micro_batch")
 SAVE_SECONDS, SHOW_SECONDS, PAGE_SECONDS = 30, 4, 60  # between two saves, lines, pages
-VALIDATIONS, VALIDATED = 10, 1000  # so often in a run, on so many rows
+VALIDATIONS, VALIDATED = 10, 1000  # validations per run; rows per validation
 
 
 @dataclass
@@ -35,7 +35,7 @@ class FitConfig:
     micro_batch: int = 16  # rows in memory at once
     lr: float = 1e-3  # peak learning rate of AdamW; it falls linearly to 0
     warmup: int = 20  # steps in which the learning rate climbs to its peak
-    max_grad_norm: float = 1.0  # longer gradients are scaled down to this norm
+    max_grad_norm: float = 1.0  # gradients are clipped to this norm
 
     def limit_steps(self, rows):
         """Make no more steps than the passes over so many rows take; say so."""
@@ -105,7 +105,7 @@ class Run:
         if config.resume and self.state_path.exists():
             self.load()
         elif self.state_path.exists() and not config.overwrite:
-            hint = "--resume goes on with it, --overwrite begins again"
+            hint = "--resume continues it, --overwrite starts over"
             raise UserError(f"{self.state_path}: a run is there; {hint}")
         elif self.path.exists() and not config.overwrite:
             raise UserError(f"{self.path}: a model is there; --overwrite makes it again")
@@ -131,7 +131,7 @@ class Run:
         self.saving = self.saved - start
 
     def load(self):
-        again = "--overwrite begins again"
+        again = "--overwrite starts over"
         contents = read_contents(self.state_path, ["state"], again, mmap=False)
         old = contents.get("settings", {})
         for name in sorted(self.settings.keys() | old.keys()):
@@ -265,7 +265,7 @@ class Run:
         validation rows."""
         print(f"the validation loss was lowest at step {self.best_step:,}: saving that model")
         self.model.zero_grad()
-        best = read_contents(self.best_path, [self.kind], "--overwrite begins again")
+        best = read_contents(self.best_path, [self.kind], "--overwrite starts over")
         self.model.load_state_dict(best["model"])
         figures = self.figures(self.val_rows)
         self.model.eval()

@@ -22,9 +22,9 @@ class RunConfig:
     data: str = "data/zoo"  # folder with the JSON-lines files (data/README.md says which)
     out: str = "out"  # folder for checkpoints and metrics
     device: str = "auto"  # auto, cpu or cuda
-    seed: int = 0  # of all that is random; on a CPU, the same seed repeats a run
+    seed: int = 0  # random seed; on a CPU, the same seed reproduces a run
     resume: bool = False  # go on where an interrupted run stopped
-    overwrite: bool = False  # begin again, although a run is there, finished or not
+    overwrite: bool = False  # start over, although a run is there, finished or not
     tensorboard: bool = False  # write the metrics for TensorBoard too, into out/tensorboard
 
 
@@ -93,7 +93,7 @@ def explanations(settings):
 def prepare(config):
     """The folders as paths, the device, the seed. UserError where the machine has no such device."""
     if config.resume and config.overwrite:
-        raise UserError("--resume goes on with a run, --overwrite begins again: give one of them")
+        raise UserError("--resume continues a run, --overwrite starts over: give one of them")
     if not config.out:
         raise UserError("--out is empty; . means this folder")
     config.data, config.out = Path(config.data), Path(config.out)
@@ -145,7 +145,7 @@ def explain(error):
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, FloatingPointError):
-        return f"{text}; begin again with --overwrite and a smaller --lr"
+        return f"{text}; start over with --overwrite and a smaller --lr"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'the output'}: {error.strerror}"
     if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", text):

@@ -189,7 +189,7 @@ def finish(out):
 
 def test_what_is_there_is_overwritten_on_request_alone(tmp_path, capsys):
     for lost, resume, says in (
-        ("", False, "a run is there; --resume goes on with it, --overwrite begins again"),
+        ("", False, "a run is there; --resume continues it, --overwrite starts over"),
         ("", True, "^$"),  # it is finished
         ("sft.pt", True, "sft.pt is gone; --overwrite makes it again"),
         ("sft_state.pt", False, "sft.pt: a model is there; --overwrite makes it again"),
@@ -202,7 +202,7 @@ def test_what_is_there_is_overwritten_on_request_alone(tmp_path, capsys):
     assert "sft.pt is finished; --overwrite makes it again" in capsys.readouterr().out
     finish(tmp_path)
     torch.save({**torch.load(tmp_path / "sft_state.pt"), "model": {}}, tmp_path / "sft_state.pt")
-    with pytest.raises(UserError, match="damaged .*; --overwrite begins again"):
+    with pytest.raises(UserError, match="damaged .*; --overwrite starts over"):
         begin(tmp_path, resume=True)
 
 

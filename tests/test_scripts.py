@@ -301,8 +301,8 @@ def test_sft_and_reward_model_are_trained_as_their_twins(fitted, kind, values, r
     if kind == "rm":
         right, error = 100 * end["val_accuracy"], 100 * end["val_accuracy_se"]
         lines[2] = f"{right:.1f} % ± {error:.1f} of the validation pairs right"
-        assert ("is the reward noise?" in it.printed) == (right < 50 + 2 * error)
-    printed = [line.partition(" (hardly")[0] for line in it.printed.splitlines()]
+        assert ("are the labels noise?" in it.printed) == (right < 50 + 2 * error)
+    printed = [line.partition(" (barely")[0] for line in it.printed.splitlines()]
     assert [line for line in printed if line in lines] == lines
     other = {"steps": 7, "epochs": 1, "batch_size": 64, "lr": 1e-3, "warmup": 20}
     other |= {"seed": 0, "max_new_tokens": 48, "max_grad_norm": 1.0, "micro_batch": 16}
@@ -464,7 +464,7 @@ def test_a_reward_model_within_two_errors_of_chance_is_called_so(begun, tmp_path
         flags = "--models", begun[0], "--steps", 1, "--overwrite"
         status, printed, error = stage("rm", begun[0] / "data", tmp_path, *flags)
         assert (status, error) == (0, "")
-        assert ("hardly more than by chance" in printed) == doubted
+        assert ("barely better than chance" in printed) == doubted
 
 
 def test_beta_follows_the_kl_by_a_fifth_at_most_in_10_000_responses():
@@ -525,7 +525,7 @@ def test_the_sampler_prints_its_draws_and_the_numbers_of_ppo(begun, tmp_path, mo
     lines = [f"score {scores[0]:.2f}  KL {sum(columns['KL']):.2f}  beta 0.1"]
     _, said, _ = run(*words, *texts, "--trace")
     lines += [*minippo.table(columns), ""]
-    lines.append("the likeliest tokens, and the sampled one: probability in the reference -> here")
+    lines.append("the likeliest tokens, and the sampled one: probability under ref -> under policy")
     likely = likely_tokens((policy, sft), tokens[0], mask[0], 0.7, spell)
     for action, rows in zip(columns["action"], likely, strict=True):
         cells = [f"{text:>11} {ref:.2f} -> {here:.2f}" for text, here, ref in rows]

@@ -34,7 +34,7 @@ ppo --micro_batch -1 -> --micro_batch -1: should be at least 0
 sft --heads 3 -> channels (16): not a multiple of heads (3) (-h
 sft --device tpu -> --device tpu: should be auto, cpu or cuda
 sft --device cuda -> --device cuda: this PyTorch sees no CUDA GPU; use --device cpu
-sft --resume -> --resume goes on ... --overwrite begins again: give one of them
+sft --resume -> --resume continues ... --overwrite starts over: give one of them
 sft --out DIR/sft.pt -> sft.pt: File exists
 sft --out '' -> --out is empty; . means this folder
 sft --init gpt2 -> --init brings its own size and vocabulary
@@ -224,7 +224,7 @@ def test_a_run_has_folders_a_device_and_a_seed(tmp_path, monkeypatch):
 
 ERRORS = [
     (UserError("do this é\x1b[31m\n\u202e"), 2, "do this é\\x1b[31m\\n\\u202e"),
-    (FloatingPointError("nan\nmore"), 2, "nan; begin again with --overwrite and a smaller --lr"),
+    (FloatingPointError("nan\nmore"), 2, "nan; start over with --overwrite and a smaller --lr"),
     (BrokenPipeError(32, "Broken pipe"), 2, "the output: Broken pipe"),
     (OSError(28, "No space left", "a.txt"), 2, "a.txt: No space left"),
     (RuntimeError("CUDA out of memory.\nall"), 2, "not enough memory (CUDA out of memory.)"),

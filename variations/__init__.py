@@ -1,9 +1,9 @@
-"""PPO's neighbours.
+"""Algorithms related to PPO.
 
 An algorithm is two functions. compute_advantages(batch, config): what does each token deserve?
-loss(policy, batch, config): a mean over the tokens of the batch. A file has its settings, those of
-the two functions that differ from PPO's, and a last line that trains with them, in the loop of
-train_ppo.py: python -m variations.rloo --k 8. It writes to out/rloo; -h shows what it reads.
+loss(policy, batch, config): a mean over the tokens of the batch. A file holds its settings, each
+of the two functions that differs from PPO's, and a last line that trains with them in the loop of
+train_ppo.py: python -m variations.rloo --k 8. It writes to out/rloo; -h lists its flags.
 
 The *expected step* of a loss is one plain gradient step on it as a sum, not a mean, averaged over
 all responses that could have been sampled: tests/test_variations.py computes it, to 1e-9.

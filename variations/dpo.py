@@ -14,7 +14,7 @@ same x. So put this r into it, and train pi on the pairs (chosen, rejected). The
     DPO = -log sigmoid(beta * h)          Rafailov et al., arXiv:2305.18290, eq. 7
     IPO = (h - 1 / (2 beta))^2            Azar et al., arXiv:2310.12036, eq. 17: h has a target
 
-Scores have standard deviation 1, r has not; so the same --kl_coef is another price. Samples and
+Scores have standard deviation 1, r does not: the same --kl_coef penalises differently. Samples and
 rm.pt are only for the log and the report.
 """
 
@@ -39,7 +39,7 @@ class Settings:
     lr: float = 8e-4  # peak learning rate of AdamW; it falls linearly to 0
     warmup: int = 5  # iterations in which the learning rate climbs to its peak
     adam_eps: float = 1e-4  # Adam's epsilon; weights of tiny, noisy gradients move less
-    max_grad_norm: float = 1.0  # longer gradients are scaled down to this norm
+    max_grad_norm: float = 1.0  # gradients are clipped to this norm
     kl_coef: float = 0.1  # beta
     ipo: bool = False  # the loss of IPO instead
     samples: int = 32  # responses per iteration, for the log

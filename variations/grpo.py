@@ -10,7 +10,7 @@ What each part does to the expected step at ratio 1:
 
 mean    includes response i: so only (k - 1) / k of the gradient of E[score].
 std     prompts whose scores hardly differ count as much as others. With k = 2, A is 0.71 or -0.71,
-        and the step is as much of the gradient of P(win) - P(lose) against another sample.
+        and the step is 0.71 times the gradient of P(win) - P(lose) against another sample.
 tokens  count less in long responses.
 k3      q - 1 - log q as a loss has the gradient of KL(ref || pi); PPO's J has KL(pi || ref).
 

@@ -1,7 +1,7 @@
 """PPO-ptx: a little of the SFT loss in every gradient step, the third term of InstructGPT.
 
-PPO sees only what it samples. What the policy would say elsewhere may change, and no response pays
-for it. To the objective J this adds c * E[log pi(x)], a mean over the tokens of text x that is
+PPO sees only what it samples. What the policy would say elsewhere may change at no
+cost. To the objective J this adds c * E[log pi(x)], a mean over the tokens of text x that is
 known to be good. In InstructGPT (arXiv:2203.02155, eq. 2) x comes from the pretraining, so that
 other abilities are not lost. Here it is answers from stage 1: a gradient step draws as many as it
 has responses.
@@ -35,7 +35,7 @@ def loss(policy, batch, config):
 
 
 @functools.cache
-@torch.random.fork_rng()  # a run that goes on must draw what it would have drawn
+@torch.random.fork_rng()  # so that a resumed run draws the same random numbers
 def read_demonstrations(models, folder):
     """-> (prompt, completion) as ids"""
     model, tokenizer, _ = load_checkpoint(models / "sft.pt", ["sft"])
