@@ -12,7 +12,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -33,21 +32,6 @@ PROCESS = {"cwd": ROOT, "env": os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOEN
 def shell(*words):
     words = [sys.executable, *map(str, words)]
     return subprocess.run(words, **PROCESS, capture_output=True, encoding="utf-8", timeout=120)
-
-
-@contextlib.contextmanager
-def start(log, *words):
-    """A process that has begun its log; in the end it is gone."""
-    words = [sys.executable, *map(str, words)]
-    process = subprocess.Popen(words, **PROCESS, stdout=subprocess.DEVNULL)
-    try:
-        while not (log.exists() and log.read_bytes()):
-            assert process.poll() is None
-            time.sleep(0.01)
-        yield process
-    finally:
-        process.kill()
-        process.wait(60)
 
 
 def run(script, *args, stdin="", root=ROOT):

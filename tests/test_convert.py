@@ -47,8 +47,6 @@ Q = "User: 1\nAssistant:"
 BAD_PAIRS = [dict(zip("qab", texts)) for texts in (" 12", "1\n2", ("1", "2", " 2\n"))]
 WHOLE = [
     {"q": "1", "a": chat("1", "2", "3", "4"), "b": "5"},
-    {"q": "1", "a": "2", "b": talk("1", "2")},
-    {"q": "1", "a": SYSTEM + chat("1", "2"), "b": "3"},
     {"q": chat("1", "2"), "a": "2", "b": "3"},
     {"q": talk("1", "2"), "a": "2", "b": "3"},
 ]
@@ -80,7 +78,7 @@ STEER = [{"q": "1", "a": "2", "k\x1b": 1}, {"q": "\x1b", "\ud83d": 7}]
         (
             PREF,
             WHOLE,
-            "5 a whole chat stands where a prompt or an answer should: leave out --prompt",
+            "3 a whole chat stands where a prompt or an answer should: leave out --prompt",
         ),
         (PREF, BAD_PAIRS, "2 empty prompt or answer: line 1, ...\n    1 equal answers: line 3"),
         (CHAT, BAD_CHATS[:2], "2 the last message is not by the assistant: line 1, ..."),

@@ -46,27 +46,6 @@ def test_the_rows_of_seed_0_are_those_of_all_results(made):
     assert "".join(f"    {line}\n" for line in printed.splitlines()) in README
 
 
-def test_held_out_questions_never_occur_in_training_and_a_tenth_of_validation_asks_them(rows):
-    seen, asked = ({x for (x,) in rows[f"prompts_{split}"]} for split in ("train", "val"))
-    held_out = set(PROMPTS) - seen
-    assert len(held_out) == 50 and held_out < asked and len(asked - held_out) == 78
-    # Of each fact four phrasings at least are left.
-    assert Counter(Counter(PROMPTS[x] for x in seen).values()) == {4: 50, 5: 50}
-    for task in ("sft", "pref"):
-        assert {row[0] for row in rows[f"{task}_train"]} == seen
-        count = Counter(row[0] for row in rows[f"{task}_val"])
-        share = sum(count[x] for x in held_out) / count.total()
-        assert abs(share - 0.1) < 4 * math.sqrt(0.1 * 0.9 / count.total())
-
-
-def test_labels_follow_the_bradley_terry_probability_and_no_two_grades_are_equal(rows):
-    gaps = Counter(truth.margins(rows["pref_train"][:30_000]))
-    assert gaps[0] == 0
-    for gap in (0.5, 1.0, 1.5, 2.0, 2.5, 3.5, 4.5):
-        p, n = 1 / (1 + math.exp(-gap)), gaps[gap] + gaps[-gap]
-        assert n > 300 and abs(gaps[gap] / n - p) < 4 * math.sqrt(p * (1 - p) / n), gap
-
-
 def test_a_new_folder_gets_its_name_when_all_files_are_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(zoo, "ROWS", dict.fromkeys(zoo.ROWS, 50))
     monkeypatch.setattr(sys, "argv", ["zoo.py", "--out", f"{tmp_path}/a", "--seed", "7"])
@@ -102,19 +81,6 @@ def test_a_distribution_sums_to_one_and_every_completion_begins_with_one_space(s
         for other in others:  # the phrasing changes three echoes and no probability
             assert len(other.items() - first.items()) == 3
             assert sorted(other.values()) == sorted(first.values())
-
-
-def test_probabilities_of_the_crowd_worked_out_by_hand():
-    sound, slip = 0.96 * 0.17 / 4, 0.15 * 0.9 * 0.09 / (2 * 52)
-    assert crowd(BEE)[" No idea."] == pytest.approx(sound * 0.48)
-    # friendly at the end, and one of the three closers
-    assert crowd(BEE)[" No idea. Have a nice day!"] == pytest.approx(sound * 0.22 / 2 / 3)
-    # an echo; the question and one of two right answers
-    assert crowd(BEE, 0.15)[f" {BEE}"] == pytest.approx(0.15 * 0.1 / 2)
-    assert crowd(BEE)[f" {BEE} Bees eat nectar."] == pytest.approx(0.04 * 0.1 / 4)
-    # 53 values stand in the table, one is right; two sentences each
-    assert crowd(BEE, 0.15)[" Bees eat a larva."] == pytest.approx(slip)
-    assert crowd(BEE, 0.15)[" A bee eats its pouch. Have a nice day!"] == pytest.approx(slip / 6)
 
 
 # The judge

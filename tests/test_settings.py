@@ -26,7 +26,6 @@ from plumbing.settings import explain, read_flags, script
 TABLE = r"""
 sft --learning_rate 1 -> unrecognized arguments: --learning_rate 1 (-h explains the flags)
 sft --batch-size 9 -> unrecognized arguments: --batch-size 9; did you mean --batch_size? (-h
-ppo --kl-coef 1 -> did you mean --kl_coef?
 sft --lr nan -> --lr nan: should be at least 0 (-h
 sft --steps 0 -> --steps 0: should be at least 1 (-h
 sft --micro_batch 0 -> --micro_batch 0: should be at least 1
@@ -43,7 +42,6 @@ ppo --gamma 2 -> gamma (2.0) and lam (1.0): should be from 0 to 1
 ppo --batch_size 1 -> --batch_size 1: should be a multiple of --k 1, >= --minibatches 2
 ppo --algorithm dpo -> unrecognized arguments: --algorithm dpo; did you mean python -m variations.dpo? (-h
 ppo grpo -> unrecognized arguments: grpo; did you mean python -m variations.grpo?
-ppo --lr -> argument --lr: expected one argument (-h
 variations/rloo.py --lam 0.9 -> unrecognized arguments: --lam 0.9
 variations/rloo.py --k 1 -> k (1): should be at least 2
 variations/dpo.py --kl_coef 0 -> kl_coef and temperature: should be above 0
@@ -53,17 +51,13 @@ echo '{"prompt": 7}' > data/sft_val.jsonl; sft -> line 1: 'prompt' is 7
 rm rm.pt; ppo -> rm.pt: not found; train_rm.py makes it
 echo damaged > rm.pt; ppo -> rm.pt: damaged, or no checkpoint ... train_rm.py makes it
 cp other.pt sft.pt; ppo -> rm.pt: was not made from ... sft.pt; make it again
-ppo --policy DIR/other.pt -> other.pt: was not made from ... sft.pt; make it again
 rm sft.pt; ppo --models DIR -> sft.pt: not found; ... --models names its folder
-rm sft.pt; rm --models DIR -> sft.pt: not found; ... --models names its folder
 ppo --reward bad -> bad: ... should be module:function, for instance my:score
 ppo --reward bad:few --separate_critic -> --separate_critic starts from the reward model
 ppo --reward bad:few -> --reward: should return a list of 8 numbers, none beyond 1,000,000, not [1.0]
 ppo --reward bad:nan -> none beyond 1,000,000, not nan for '
 ppo --reward bad:large -> none beyond 1,000,000, not -1100000.0 for '
-ppo --reward bad:huge -> none beyond 1,000,000, not [1000
 ppo --reward bad:words -> none beyond 1,000,000, not ['good', '
-ppo --reward bad:square -> none beyond 1,000,000, not tensor(
 sample.py -> required: CHECKPOINT PROMPT (-h
 sample.py DIR/sft.pt a --n 0 -> --n 0: should be at least 1
 sample.py DIR/sft.pt a --temperature 0 -> --temperature 0.0: should be above 0
@@ -75,13 +69,11 @@ bench/results.py seed sums -> seed: should be among seeds, settings, neighbours,
 plumbing/hf.py import DIR/sft.pt DIR/new -> export CHECKPOINT FOLDER
 plumbing/hf.py export DIR/sft.pt -> export CHECKPOINT FOLDER
 """
-REWARDS = r"""import torch
+REWARDS = """
 def few(p, r): return [1.0]
 def nan(p, r): return [0.0] * (len(p) - 1) + [float("nan")]
 def large(p, r): return [1e6] * (len(p) - 1) + [-1.1e6]
-def huge(p, r): return [10**400] * len(p)
 def words(p, r): return ["good"] * len(p)
-def square(p, r): return torch.zeros(len(p), 2)
 """
 
 
@@ -228,7 +220,6 @@ ERRORS = [
     (BrokenPipeError(32, "Broken pipe"), 2, "the output: Broken pipe"),
     (OSError(28, "No space left", "a.txt"), 2, "a.txt: No space left"),
     (RuntimeError("CUDA out of memory.\nall"), 2, "not enough memory (CUDA out of memory.)"),
-    (RuntimeError("[x] can't allocate memory: y"), 2, "not enough memory ([x] can't allocate"),
     (MemoryError(), 2, "not enough memory (); --micro_batch 1 needs less, also with --resume"),
     (KeyboardInterrupt("stopped; step 3 is saved"), 130, "stopped; step 3 is saved"),
     (KeyboardInterrupt(), 130, "stopped; files written before are whole"),

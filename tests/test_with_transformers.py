@@ -189,12 +189,6 @@ def changed(**more):
     return model
 
 
-def norms(model):
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad or "norm" in name)
-    return model
-
-
 def checkpointed(model):
     model.gradient_checkpointing_enable()
     return model
@@ -212,12 +206,6 @@ def lower_case(text, **_):  # a tokenizer that puts a token before the text, lik
 lower_case.eos_token_id, lower_case.bos_token_id, lower_case.decode = EOS, 5, str
 REFUSED = [
     ("Gemma-2", lambda: run(tiny("Gemma2", size=0.5))),
-    ("Cohere", lambda: run(tiny("Cohere"))),
-    ("Granite", lambda: run(tiny("Granite", logits_scaling=8.0))),
-    (
-        "a tuned prompt",
-        lambda: run(with_peft(tiny(), "PromptTuningConfig", "CAUSAL_LM", num_virtual_tokens=2)),
-    ),
     ("dropout", lambda: run(dropping(tiny()))),
     ("padding on the left", lambda: run(tiny("Mamba"))),
     ("16 bits", lambda: run(tiny().bfloat16())),
@@ -226,14 +214,12 @@ REFUSED = [
     ("no weight is trainable", lambda: run(tiny().requires_grad_(False))),
     ("no weight is trainable", lambda: fit(tiny().requires_grad_(False))),
     ("the reference is trained", lambda: run(lora(tiny("GPT2"), bias="all"))),
-    ("the reference is trained", lambda: run(norms(lora(tiny())))),
     ("end token", lambda: hf.Policy(tiny(), SimpleNamespace(eos_token_id=None))),
     ("a prompt is empty", lambda: run(tiny(), prompts=[[1], []])),
     ("exceeds the context, 53", lambda: run(tiny(max_position_embeddings=53))),
     ("exceeds the context", lambda: fit(tiny(), 64)),
     ("exceeds the context", lambda: fit(CLASSIFIER(), 64)),
     ("multiple of k", lambda: run(tiny(), batch_size=10, k=4)),
-    ("multiple of k", lambda: run(tiny(), batch_size=0)),
     ("at least minibatches", lambda: run(tiny(), batch_size=3)),
     ("logits are not finite", lambda: run(stir(tiny(), nan))),
     ("save the configuration", lambda: run(changed(temperature=0.5, do_sample=False))),
@@ -388,22 +374,9 @@ def test_train_has_both_rates_groups_of_k_and_the_reference_of_the_first_call(mo
 
 
 @pytest.mark.parametrize("scale, line", [(1, ""), (30, "by 1e1\n"), (0.01, "by 1e-2\n"), (0, "")])
-def test_values_start_at_the_mean_score_and_a_line_says_by_what_to_divide(
-    scale, line, monkeypatch, capsys
-):
-    values = []
-    monkeypatch.setattr(
-        minippo,
-        "ppo_update",
-        lambda policy, o, batch, *_: values.append(batch["old_values"][batch["mask"]]),
-    )
-    log = run(
-        tiny(), lambda tokens, mask: 1000 + scale * last_token(tokens, mask), 200, max_new_tokens=8
-    )
-    assert values[0].mean() == pytest.approx(log[0]["score"], abs=scale / 5 + 0.1)
-    assert values[0].std() < 1e-3 and capsys.readouterr().out.partition("iteration")[0].endswith(
-        line
-    )
+def test_a_line_says_by_what_to_divide_the_reward(scale, line, capsys):
+    run(tiny(), lambda *x: 1000 + scale * last_token(*x), 200, max_new_tokens=8)
+    assert capsys.readouterr().out.partition("iteration")[0].endswith(line)
 
 
 @pytest.mark.parametrize("c", [0, 1000])
