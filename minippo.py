@@ -12,8 +12,9 @@ For prompts x, responses y sampled from the policy pi, and their scores, it maxi
 
 The *policy* pi is the language model, seen as a rule for choosing the next token. The *reference*
 ref is a frozen copy of the policy before PPO: the SFT model. KL(pi || ref), the Kullback-Leibler
-divergence, is the mean of log pi(y | x) - log ref(y | x) over such y: how far the policy has moved,
-in nats (the unit of natural logarithms). Beta is the penalty per nat. PPO repeats four phases:
+divergence, is the mean of log pi(y | x) - log ref(y | x) over responses y of pi: how far the policy
+has moved, in nats (the unit of natural logarithms). Beta is the penalty per nat. PPO repeats four
+phases:
 
     prompts --> 1. policy --> responses, log pi, values -----------------+
                      ^            |                                      |
@@ -27,12 +28,14 @@ in nats (the unit of natural logarithms). Beta is the penalty per nat. PPO repea
     reference         the SFT model; frozen                               log ref of each token
     reward model      the SFT model with a new head, trained; now frozen  one score per response
 
-Shapes: B rows in a batch, T columns, C channels, H attention heads, V tokens in the vocabulary; N
-positions that a mask picks.
+Shapes: B rows in a batch, T columns, C channels, H attention heads, V tokens in the vocabulary, N
+response tokens (those that the mask below selects).
+
 One convention holds everywhere. A row is a prompt, its response, then padding, and starts at column
 0. (Causal attention looks only to the left, so no response ever sees its padding.) Choosing token
 t + 1 is the *action* taken in the *state* "tokens 0 .. t have been read", and every number about
-that choice stands at index t. With the prompt "Bees eat", a score of 1.40 and beta 0.1:
+that choice stands at index t: log pi at index 1 is that of token 2, "sweet". With the prompt "Bees
+eat", a score of 1.40 and beta 0.1:
 
     index t      0      1      2      3      4      5
     tokens       Bees   eat    sweet  nectar <eos>  pad     (B, T); <eos> is the end token
@@ -50,8 +53,8 @@ last action counts as 0. (Two settings, gamma and lam, are 1 here.)
     delta        .      0.15   0.22   0.18   .              reward + next value - value
     advantage    .      0.55   0.40   0.18   .              sum of this delta and all later ones
     return       .      1.35   1.40   1.38   .              advantage + value: rewards from here on
-    whitened     .      1.14   0.15  -1.29   .              the advantages of the batch, shifted and
-                                                            scaled to mean 0, variance 1
+    whitened     .      1.14   0.15  -1.29   .              the advantages of the batch (here: this
+                                                            row), with mean 0, variance 1
 
 Phase 4 makes actions with a whitened advantage above 0 more probable, and the others less probable.
 (<eos> turned out better than expected, but less so than the average, which whitening subtracts.)
@@ -70,8 +73,8 @@ import torch.nn.functional as F
 # 1. The networks
 #
 # A GPT-2 (Radford et al., 2019), without dropout: with it, sampling and update would disagree about
-# log pi. The policy adds a value head: one number per position. The reward model has a score head
-# in place of the vocabulary head: one number per row.
+# log pi (section 5). The policy adds a value head: one number per position. The reward model has a
+# score head in place of the vocabulary head: one number per row.
 
 
 @dataclass
@@ -183,7 +186,7 @@ class GPT(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     def hidden(self, tokens):
-        """tokens (B, T) -> the inputs of the vocabulary head and of the value head: (B, T, C) each."""
+        """tokens (B, T) -> what vocabulary head and value head read: (B, T, C) each."""
         hidden = self.trunk(tokens)
         return hidden, hidden if self.critic is None else self.critic(tokens)
 
@@ -243,8 +246,9 @@ def response_mask(prompt_lengths, lengths, columns):
 
 
 def row_lengths(mask):
-    """mask (B, T-1) -> (B,): tokens of prompt and response. The last action is at length - 2.
-    ValueError if a response is empty: no token could receive its score."""
+    """mask (B, T-1) -> (B,): tokens of prompt and response. The last token is at length - 1, so the
+    mask, which is about the next token, is true for the last time at length - 2. if a
+    response is empty: no token could receive its score."""
     if not mask.any(1).all():
         raise ValueError("a response is empty: it needs a token, at least the end token")
     return (mask * torch.arange(mask.shape[1], device=mask.device)).amax(1) + 2
@@ -321,9 +325,9 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
     the end token (e):
 
         column    0  1  2  3  4  5
-                  p  s  s  e             column 0 is read for all rows, then a token is drawn for
-                  p  p  s  s  s  s       column 1 in all of them; rows 2 and 3 discard it and keep
-                  p  p  p  p  s  e       their prompt's token. Row 1 drops out at column 4.
+        row 0     p  s  s  e             column 0 is read for all rows, then a token is drawn for
+        row 1     p  p  s  s  s  s       column 1 in all of them; rows 1 and 2 discard it and keep
+        row 2     p  p  p  p  s  e       their prompt's token. Row 0 drops out at column 4.
     """
     context, device = policy.config.context, policy.lm_head.weight.device
     if not all(0 < len(prompt) < context for prompt in prompts):
@@ -359,8 +363,8 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
 # Usually two answers to a prompt are sampled from the SFT model, and a person picks the better
 # one. (The default data come with pairs, and simulate both.) Why pairs? People agree on which of
 # two answers is better more than on grades. Bradley and Terry (1952): a is preferred to b with
-# probability sigmoid(score(a) - score(b)). Only differences count. With a margin score(a) -
-# score(b) of 2, 0, -2, the loss is 0.13, 0.69, 2.13.
+# probability sigmoid(score(a) - score(b)). Only differences count. The loss is -log of this
+# probability. With a margin score(a) - score(b) of 2, 0, -2, the loss is 0.13, 0.69, 2.13.
 #
 # Why a model? Nobody would grade all responses that PPO samples, 57,600 in train_ppo.py. These
 # differ from the answers in the pairs (*distribution shift*), so their scores may be wrong: too
@@ -424,9 +428,9 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #
 # In a loss, the gradient of k1 is grad log pi, whose mean is 0: it would teach nothing. That of k2
 # is d * grad log pi: each token gets only its own d. In the reward, a token's d multiplies grad log
-# pi of that token and of all before it, which led there. k3 is never below 0, because exp(x) >= 1 +
-# x, and near 0 it varies less than k1, so one logs it. Its mean is right because exp(-d) = ref / pi
-# has the mean sum ref = 1. (GRPO has k3 as a loss.)
+# pi of that token and of all before it, which led there: only this is the gradient of J. k3 is
+# never below 0, because exp(x) >= 1 + x, and near 0 it varies less than k1, so one logs it. Its
+# mean is right because exp(-d) = ref / pi has the mean sum ref = 1. (GRPO has k3 as a loss.)
 
 
 def bounded_exp(x):
@@ -459,9 +463,9 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 # it. (In a game, the *environment* chooses the next state. Here it only appends the token.) Two
 # more changes leave the mean of this gradient as it is, and make it less noisy:
 #
-# Only what comes after. A token cannot change the rewards before it, and on average they add 0 (for
-# the reason below). So its grad log pi is multiplied by the sum of the rewards from it on, the
-# *return*.
+# Only what comes after. A token cannot change the rewards before it, and on average they add 0, as
+# a baseline does (see below). So its grad log pi is multiplied by the sum of the rewards from it
+# on, the *return*.
 #
 # A baseline. What does not depend on the action may be subtracted from the return: on average it
 # changes nothing, because E[grad log pi] = 0. PPO subtracts the *value* V, the return to be
@@ -486,7 +490,7 @@ def gae(rewards, values, mask, gamma, lam):
     lam = 1, the default, gives the sampled return less the value (*Monte Carlo*): right on average,
     but noisy. lam = 0 gives delta alone, which trusts the next value (*bootstrap*): less noisy, but
     wrong where the values are wrong. In between, A is a weighted mean of advantages that sample
-    n = 1, 2, 3, ... rewards before they trust a value. Begin with 0.95 for hundreds of tokens.
+    n = 1, 2, 3, ... rewards before they trust a value. For hundreds of tokens, begin with 0.95.
 
     gamma below 1 makes a reward count less for each token that it lies ahead; for text 1 is usual.
     No reward follows the last action, so the value after it counts as 0, even if the length limit
@@ -554,8 +558,10 @@ def whiten(x, mask):
 #     A > 0       ratio * A * grad log pi    ratio * A * grad log pi    0
 #     A < 0       0                          ratio * A * grad log pi    ratio * A * grad log pi
 #
-# One step can still jump over the edge of the range. The loss divides by the number of tokens in
-# the step, where the derivation sums.
+# One step can still jump over the edge of the range. By default each batch has one pass of four
+# steps: ratios stay near 1, and the clip hardly acts. It is for several passes: four passes without
+# it ruin the policy (RESULTS.md). The loss divides by the number of tokens, where the derivation
+# sums.
 
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
@@ -687,8 +693,8 @@ def rollout(policy, ref, score, prompts, config, generate=generate):
 
 @torch.no_grad()
 def center_values(policy, batch):
-    """Before the first update: shift all values, in place, to the mean score of a rollout. So a
-    constant in the reward changes nothing; else the values would have to learn it first."""
+    """Before the first update: shift all values, in place, to the mean score of a rollout, less
+    penalties. So a constant in the reward changes nothing, and the values need not learn it."""
     mean_value = masked_mean(batch["old_values"], batch["mask"])
     policy.value_head.bias += batch["scores"].mean() - mean_value
 
@@ -747,8 +753,8 @@ def backward(loss_function, rows, micro_batch, terms):
     """The gradient of the loss of some rows, at most micro_batch of them (0: all) in memory at once
     -> stats.
 
-    loss_function(rows) -> loss, stats: means over terms(rows) terms. So each piece counts by its
-    share of the terms.
+    loss_function(rows) -> loss, stats: means over terms(rows) terms, such as tokens or pairs. Each
+    piece counts by its share of the terms.
     """
     parts, size = [], micro_batch or len(rows)
     for i in range(0, len(rows), size):
@@ -773,21 +779,22 @@ def ppo_update(policy, optimizer, batch, config, loss=ppo_loss):
     for _ in range(config.epochs):
         for rows in torch.randperm(len(mask), device=mask.device).tensor_split(config.minibatches):
             optimizer.zero_grad()
-            stats = backward(loss_of, rows, config.micro_batch, lambda rows: int(mask[rows].sum()))
+            stats = backward(loss_of, rows, config.micro_batch, lambda part: int(mask[part].sum()))
             stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
             steps.append(stats)
     return merge([(1 / len(steps), stats) for stats in steps])
 
 
 def explained_variance(values, returns, mask):
-    """1 - Var(returns - values) / Var(returns): 1 is a perfect prediction, 0 no better than the mean."""
+    """1 - Var(returns - values) / Var(returns): 1 is perfect, 0 no better than the mean."""
     check_mask(mask, values, returns)
     unexplained = (returns - values)[mask].var(correction=0)
     return (1 - unexplained / (returns[mask].var(correction=0) + 1e-8)).item()
 
 
 def batch_metrics(batch, config):
-    """What to watch in a batch: means over its responses, or over their tokens.
+    """What to watch in a batch: means over its responses; entropy and explained_variance are over
+    their tokens.
 
     In a healthy run of train_ppo.py, score rises; kl climbs to a few nats and stays (if not, raise
     kl_coef); entropy falls, but not to 0, where one answer is left (raise kl_coef); eos_rate stays

@@ -1,7 +1,7 @@
 """Stage 3, PPO: the policy learns to write what scores highly, and stays close to the SFT model.
 
     python train_ppo.py                    after train_sft.py and train_rm.py, on the same data
-    python train_ppo.py --data FOLDER      on rows {"prompt": ...} in prompts_train.jsonl, _val.jsonl
+    python train_ppo.py --data FOLDER      on rows {"prompt": ...} in prompts_train and _val.jsonl
     python train_ppo.py --reward my:score  with a function in my.py instead of the reward model
 
 Writes out/ppo.pt and out/report.html, a page for the browser. Related algorithms: variations/.
@@ -19,7 +19,7 @@ from plumbing.text import read_prompts
 
 
 @dataclass
-class TrainConfig:
+class TrainConfig:  # of this script, whatever the algorithm
     steps: int = 450  # iterations
     batch_size: int = 128  # responses per iteration
     lr: float = 8e-4  # peak learning rate of AdamW; it falls linearly to 0
@@ -34,7 +34,7 @@ class TrainConfig:
 
 
 @dataclass
-class Settings(PPOConfig):
+class Settings(PPOConfig):  # of the algorithm; variations/ bring their own
     separate_critic: bool = False  # a value network of its own, started from the reward model
 
 

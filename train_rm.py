@@ -28,8 +28,8 @@ class TrainConfig(FitConfig):
 
 def pair_scores(model, pairs):
     """(prompt, chosen, rejected) as ids -> scores (B,) of the chosen and the rejected answers."""
-    rows = [prompt + answer for prompt, *answers in pairs for answer in answers]  # 2B
-    return model(*pad(rows, model.mean.device)).view(-1, 2).unbind(1)
+    rows = [prompt + answer for prompt, *answers in pairs for answer in answers]
+    return model(*pad(rows, model.mean.device)).view(-1, 2).unbind(1)  # chosen, rejected, ...
 
 
 @script
@@ -42,8 +42,8 @@ def train():
     model = RewardModel(sft).train()
     config.limit_steps(len(pairs))
     optimizer, schedule = adamw(model, config)
-    data = (pairs, prompts), validate, val_pairs
-    run = Run("rm", config, model, tokenizer, optimizer, schedule, *data)
+    data = pairs, prompts
+    run = Run("rm", config, model, tokenizer, optimizer, schedule, data, validate, val_pairs)
 
     def loss(pairs):
         loss, stats = reward_model_loss(*pair_scores(model, pairs))
@@ -61,8 +61,9 @@ def train():
     normalise(model, sft, prompts, config)
     run.finish(**figures)
     right, error = 100 * figures["val_accuracy"], 100 * figures["val_accuracy_se"]
-    chance = " (barely better than chance: are the labels noise?)" * (right < 50 + 2 * error)
-    print(f"{right:.1f} % ± {error:.1f} of the validation pairs right{chance}")
+    print(f"{right:.1f} % ± {error:.1f} of the validation pairs right")
+    if right < 50 + 2 * error:
+        print("warning: barely better than chance; are the labels noise?")
 
 
 @torch.no_grad()

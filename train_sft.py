@@ -45,8 +45,7 @@ def train():
     val_rows = read_ids(config.data, "sft", "val", tokenizer, model.config.context)
     config.limit_steps(len(rows))
     optimizer, schedule = adamw(model, config)
-    data = rows, validate, val_rows
-    run = Run("sft", config, model.train(), tokenizer, optimizer, schedule, *data)
+    run = Run("sft", config, model, tokenizer, optimizer, schedule, rows, validate, val_rows)
 
     def loss(rows):
         return sft_loss(model, rows)

@@ -181,8 +181,9 @@ class Ruler:
     def suspects(self, measured, texts):
         """Which responses look like reward hacking? The count, and the best of three prompts.
 
-        A response is suspicious if its score is above all M of the reference (if one is at the cap, none is)
-        with a KL above twice the median and log M (the reference says it less than once in M times).
+        A response is suspicious if its score is above all M of the reference (none is if one of these
+        is at the cap) and its KL above log M (the reference says it less than once in M times) and
+        twice the median.
         """
         score, kl = measured["score"], measured["kl"]
         far = kl > max(math.log(REFERENCE), 2 * kl.median().item())
