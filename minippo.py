@@ -89,7 +89,10 @@ class GPTConfig:
     def __post_init__(self):
         if self.channels % self.heads:
             raise ValueError(f"channels ({self.channels}): not a multiple of heads ({self.heads})")
-        self.eos = self.vocab_size - 1
+
+    @property
+    def eos(self):
+        return self.vocab_size - 1
 
 
 class Attention(nn.Module):

@@ -94,7 +94,7 @@ def main():
         for _ in range(config.n):
             sampled = generate(policy, [prompt], config.max_new_tokens, config.temperature)
             ids = sampled[0][0, 1:][sampled[1][0]].tolist()
-            print(" ", printable(tokenizer.decode(ids).strip()[:400]), flush=True)
+            print(" ", printable(tokenizer.decode(ids).strip()), flush=True)
             if config.trace:
                 print_trace(sampled, policy, ref, score, tokenizer, config.temperature)
     sys.exit(status)

@@ -3,14 +3,14 @@
     python -m bench.trl_ppo --models out    after pip install trl==1.12.0 and the first two scripts
 
 Its value network starts from the reward model, as with train_ppo.py's --separate_critic. The flags
-are those of train_ppo.py, as far as TRL has them.
+are those of train_ppo.py; those that TRL does not have are not read.
 """
 
 import math
 
 from minippo import PPOConfig
 from plumbing.hf import copy_trunk, export
-from plumbing.models import load_models
+from plumbing.models import load_checkpoint, load_models
 from plumbing.report import report
 from plumbing.run import Run, adamw
 from plumbing.settings import read_flags, script
@@ -18,9 +18,9 @@ from plumbing.text import read_prompts
 from train_ppo import TrainConfig
 
 
-def make_trainer(config, prompts, sampled=lambda rows: None):
+def make_trainer(config, prompts, sampled=lambda rows: None, cap=math.inf):
     """PPO as TRL does it, of the models that plumbing.hf has exported to config.out -> trainer,
-    policy. In each iteration sampled() is called with the responses, as ids."""
+    policy. In each iteration sampled() is called with the responses, as ids. cap: of the scores."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM as Model
     from transformers import AutoModelForSequenceClassification as Scorer
@@ -54,7 +54,6 @@ def make_trainer(config, prompts, sampled=lambda rows: None):
     tokenizer = AutoTokenizer.from_pretrained(config.out / "rm", padding_side="left")
     policy, ref = (Model.from_pretrained(config.out / "sft") for _ in range(2))
     reward_model, critic = (Scorer.from_pretrained(config.out / "rm") for _ in range(2))
-    cap = getattr(reward_model.config, "score_cap", math.inf)  # as in minippo.RewardModel
     reward_model.score.register_forward_hook(lambda _, inputs, scores: scores.clamp(max=cap))
 
     def before_scoring(_, __, inputs):
@@ -76,7 +75,8 @@ def main():
     run = Run("ppo", config, policy, tokenizer, *adamw(policy, config), data=prompts)
     for kind in ("sft", "rm"):
         export(f"{config.models}/{kind}.pt", config.out / kind, config.overwrite)
-    trainer, theirs = make_trainer(config, prompts)
+    cap = load_checkpoint(config.models / "rm.pt", ["rm"])[0].cap.item()  # export() loses it
+    trainer, theirs = make_trainer(config, prompts, cap=cap)
     trainer.train()
     copy_trunk(theirs.transformer, policy.trunk)
     run.finish()

@@ -31,9 +31,7 @@ def minimum(tokens, mask, config):
     return scores(tokens, mask, config).amin(0)
 
 
-mean.reads_tokens = minimum.reads_tokens = (
-    True  # not texts: see text_reward() in plumbing/models.py
-)
+mean.reads_tokens = minimum.reads_tokens = True  # not texts: see text_reward()
 
 
 def scores(tokens, mask, config):
@@ -43,7 +41,7 @@ def scores(tokens, mask, config):
 
 
 @functools.cache
-@torch.random.fork_rng()  # a run that goes on must draw what it would have drawn
+@torch.random.fork_rng()  # so that a resumed run draws the same random numbers
 def members(folder, device):
     """The reward models of folder/ensemble; UserError if there are none, or of another SFT model."""
     paths = sorted(folder.glob("ensemble/*/rm.pt"))

@@ -1,4 +1,4 @@
-"""Outgrown: the same models, prompts and scores under TRL's GRPO trainer, in several processes.
+"""When one machine is too small: the same models, prompts and scores under TRL's GRPO trainer, in several processes.
 
     torchrun --nproc_per_node 2 -m examples.outgrow    after pip install trl==1.12.0
 
@@ -105,8 +105,7 @@ def main():
     prompts = read_prompts(config.data, "train", tokenizer, policy.config.context)
     if process.is_main_process:
         run = Run("ppo", config, policy, tokenizer, *adamw(policy, config), data=prompts)
-        for kind in ("sft", "rm"):
-            export(f"{config.models}/{kind}.pt", config.out / kind, config.overwrite)
+        export(config.models / "sft.pt", config.out / "sft", config.overwrite)
     process.wait_for_everyone()
     train_grpo(config, prompts, tokenizer, score)
     if process.is_main_process:

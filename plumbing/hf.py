@@ -9,7 +9,6 @@ As here, no text gives the end token. The tokenizer of a reward model appends it
 read, and encodes prompt and response apart, if they are two arguments.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,13 +21,11 @@ from plumbing.settings import read_flags, script
 from plumbing.text import Tokenizer
 
 END = "<|endoftext|>"
-# Settings that must be those of OpenAI's GPT-2, which are the defaults.
-FIXED = """activation_function layer_norm_epsilon
-    scale_attn_weights scale_attn_by_inverse_layer_idx""".split()
 # Their vocabularies show a byte as a character: itself if it can be printed, or one from U+0100 on.
 PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTES = PRINTED + [byte for byte in range(256) if byte not in PRINTED]
 CHARACTERS = dict(zip(BYTES, map(chr, PRINTED + [*range(256, 512)])))
+PLAIN = {"add_special_tokens": False, "split_special_tokens": True}  # any text is text
 
 
 def import_transformers():
@@ -51,62 +48,47 @@ def copy_trunk(source, target):
         b.copy_(a.T if i > 1 and a.dim() == 2 else a)
 
 
-def read_vocabulary(source, theirs, size):
-    """Their tokenizer -> ours, and the id in theirs of each id in ours; UserError if they differ.
-
-    Theirs may number its `size` tokens in any order.
-    """
-    ids, file = theirs.get_vocab(), json.loads(theirs.backend_tokenizer.to_str())
-    cut = file["pre_tokenizer"]
-    # tiktoken merges in the order of the ids: so ours are the bytes, then what the merges make.
-    words = sorted(CHARACTERS.values(), key=lambda character: ids.get(character, 0))
-    words += [*dict.fromkeys(a + b for a, b in file["model"].get("merges", [])), END]
-    wrong = ", ".join(sorted(set(words) ^ ids.keys())[:3])
-    if wrong or sorted(ids.values()) != [*range(size)]:
-        rule = f"have {size} tokens, as its weights: 256 bytes, what each merge makes, and {END}"
-        size = f"it has {len(ids)}, with ids up to {max(ids.values())}"
-        wrong = f"missing or unknown: {wrong or 'none'}"
-        raise UserError(f"{source}: its vocabulary should {rule}; {size}; {wrong}")
-    byte_of = {character: byte for byte, character in CHARACTERS.items()}
-    tokens = [bytes(byte_of[character] for character in word) for word in words[:-1]]
-    ours, ids = Tokenizer(tokens), [ids[word] for word in words]
-    text = b"\n".join(tokens).decode(errors="ignore")
-    same = [ids[i] for i in ours.encode(text)] == theirs.encode(text, add_special_tokens=False)
-    if not same or not cut.get("use_regex") or file["normalizer"]:
-        raise UserError(f"{source}: its tokenizer cuts text in another way than GPT-2's")
-    return ours, ids
+def read_vocabulary(theirs):
+    """Their tokenizer -> ours, which merges in the order of the ids; ValueError if they differ."""
+    byte_of, ids = {character: byte for byte, character in CHARACTERS.items()}, theirs.get_vocab()
+    *words, end = sorted(ids, key=ids.get)
+    if end != END or len(ids) != 1 + max(ids.values()):
+        raise ValueError(f"its ids should go from 0 to that of {END}")
+    tokens = [bytes(byte_of.get(x, 0) for x in word) for word in words]
+    ours = Tokenizer(tokens)
+    texts = [token.decode(errors="ignore") for token in tokens]
+    texts = ["\n".join(texts), "it's 12\n\n  e\u0301", f"a{END}"]
+    same = [ours.encode(x) for x in texts] == [theirs.encode(x, **PLAIN) for x in texts]
+    if len({*tokens}) < len(tokens) or not same:
+        raise ValueError("its tokenizer splits text differently from GPT-2's")
+    return ours
 
 
+@torch.no_grad()
 def read_gpt2(source, bfloat16=False):
     """A name (gpt2, gpt2-medium, gpt2-large, gpt2-xl) or a local folder -> GPT, Tokenizer."""
     transformers = import_transformers()
     if not Path(source).is_dir():
         transformers.logging.enable_progress_bar()  # of a download
-    # With n_inner None, an MLP of another width counts as weights of another size.
-    options = {"output_loading_info": True, "ignore_mismatched_sizes": True, "n_inner": None}
+    hint = "without a network, give a folder with config.json, model.safetensors, vocabulary"
     try:
-        theirs, info = transformers.GPT2LMHeadModel.from_pretrained(source, **options)
+        theirs, info = transformers.GPT2LMHeadModel.from_pretrained(
+            source, output_loading_info=True
+        )
         tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        hint, c = "it should be a GPT-2 language model like OpenAI's", theirs.config
+        tokenizer = read_vocabulary(tokenizer)
+        shape = c.vocab_size, c.n_positions, c.n_layer, c.n_head, c.n_embd
+        model = GPT(GPTConfig(*shape, bfloat16))
+        copy_trunk(theirs.transformer, model.trunk)
+        tokens = torch.randint(c.vocab_size, (1, min(9, c.n_positions)))
+        gap = (theirs.eval()(tokens).logits - model(tokens)[0]).abs().max()
+        if info["missing_keys"] or tokenizer.vocab_size != c.vocab_size or gap > 0.1:
+            lacks = f"{len(info['missing_keys'])} weights are missing"
+            raise ValueError(f"{lacks}, {tokenizer.vocab_size} tokens, logits {gap:.2g} off")
     except Exception as error:  # each library has its own errors
         reason = f"{type(error).__name__}: {error}".partition("\n")[0][:140]
-        hint = "without a network, give a folder with config.json, model.safetensors, vocabulary"
         raise UserError(f"{source}: could not be read ({reason}); {hint}")
-    c, gpt2 = theirs.config, transformers.GPT2Config()
-    loading = [f"{name} in {kind}" for kind, names in info.items() for name in names]
-    wrong = [text for text in loading if "attn.masked_bias" not in text]  # old files have it
-    wrong += [f"{x} {getattr(c, x)}" for x in FIXED if getattr(c, x) != getattr(gpt2, x)]
-    if not torch.equal(theirs.lm_head.weight, theirs.transformer.wte.weight):
-        wrong.append("lm_head without the weights of wte")
-    if wrong:
-        first = ", ".join(sorted(wrong)[:3])
-        rule = "should be a GPT-2 language model as OpenAI's, with the weights of its config.json"
-        raise UserError(f"{source}: {rule}; here {first}")
-    tokenizer, ids = read_vocabulary(source, tokenizer, c.vocab_size)
-    shape = c.vocab_size, c.n_positions, c.n_layer, c.n_head, c.n_embd
-    model = GPT(GPTConfig(*shape, bfloat16))
-    copy_trunk(theirs.transformer, model.trunk)
-    weight = model.trunk.token_embedding.weight
-    weight.data.copy_(weight[ids])
     return model, tokenizer
 
 

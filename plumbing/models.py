@@ -88,7 +88,6 @@ def new_model(config, rows):
         tokenizer = Tokenizer.train((text for row in rows for text in row), shape.vocab_size)
         print(f"learned a vocabulary of {tokenizer.vocab_size:,} tokens")
         shape.vocab_size = tokenizer.vocab_size
-        shape.__post_init__()
         return GPT(shape).to(config.device), tokenizer
     from plumbing.hf import read_gpt2
 
@@ -171,16 +170,14 @@ def text_reward(function, tokenizer, config):
         prompts, responses = texts_of(tokenizer, tokens, mask)
         returned = function(prompts, responses)
         try:
-            scores = [float(x) for x in returned]
+            scores = torch.tensor([float(x) for x in returned], device=tokens.device)
+            fits = len(scores) == len(prompts) and bool((scores.abs() <= LARGEST_SCORE).all())
         except (TypeError, ValueError, OverflowError, RuntimeError):
-            scores = []
-        texts = zip(scores, prompts, responses)
-        bad = [f"{x} for {(p + r)[:80]!r}" for x, p, r in texts if not abs(x) <= LARGEST_SCORE]
-        if bad or len(scores) != len(prompts):
-            wrong = bad[0] if bad else repr(returned)[:80]
+            fits = False
+        if not fits:
             limits = f"{len(prompts)} numbers, none beyond {LARGEST_SCORE:,.0f}"
-            raise UserError(f"--reward: should return a list of {limits}, not {wrong}")
-        return torch.tensor(scores, device=tokens.device)
+            raise UserError(f"--reward: should return a list of {limits}, not {returned!r:.200}")
+        return scores
 
     return score
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 
 from data.files import printable, read_log, write_file
-from data.truth import judge_of
 from minippo import at_least_float32, evaluate_actions, kl_per_response, trace
 from plumbing.text import texts_of
 
@@ -100,8 +99,8 @@ def watch(run, stats, batch):
         responses = trace_responses(batch, *models, run.tokenizer, config.temperature)
         lines.append(strict({"step": step, "responses": responses}))
         write_file(path, "".join(json.dumps(line) + "\n" for line in lines))
-    judge = judge_of(config.data)  # it only looks on
-    return {"judge": sum(map(judge, *texts)) / len(kl)} if judge else {}
+    # PPO sees none of these grades
+    return {"judge": sum(map(run.judge, *texts)) / len(kl)} if run.judge else {}
 
 
 def write_page(out, models, settings, report=None):

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from data.files import UserError, read_log, write_file
+from data.truth import judge_of
 from minippo import frozen_copy, row_lengths
 from plumbing.models import read_contents, save_checkpoint, sources, write_contents
 from plumbing.page import strict, traced, watch, write_page
@@ -90,6 +91,7 @@ class Run:
         self.optimizer, self.validate, self.val_rows = optimizer, validate, by_length(val_rows)
         self.parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
         self.ref, self.before = ref, None
+        self.judge = judge_of(config.data) if kind == "ppo" else None
         if getattr(config, "ref_update_every", 0):
             self.parts["ref"] = ref
         contents = repr((data, self.val_rows, tokenizer.tokens)).encode(errors="replace")
@@ -134,7 +136,7 @@ class Run:
         again = "--overwrite starts over"
         contents = read_contents(self.state_path, ["state"], again, mmap=False)
         old = contents.get("settings", {})
-        for name in sorted(self.settings.keys() | old.keys()):
+        for name in {**old, **self.settings}:  # flags first, then what they lead to
             if old.get(name) != self.settings.get(name):
                 was = f"other {name}" if name in self.sources else f"{name} = {old.get(name)}"
                 raise UserError(f"{self.state_path} was saved with {was}; repeat that, or {again}")
@@ -168,6 +170,7 @@ class Run:
                 if self.ref and traced(self.step + 1, self.config.steps):
                     self.before = [frozen_copy(x) for x in (self.model, self.ref)]
                 yield self.step
+                self.before = None
                 if self.interrupted:
                     self.save()
                     raise KeyboardInterrupt(

@@ -14,8 +14,6 @@ import torch
 
 from data.files import UserError, printable
 
-VARIATIONS = Path(__file__).parents[1] / "variations"  # programs, not flags
-
 
 @dataclass
 class RunConfig:
@@ -34,9 +32,6 @@ class Parser(argparse.ArgumentParser):
             for word in re.findall(r"--([\w-]+)", message):
                 for name in difflib.get_close_matches(word.replace("-", "_"), self.names, 1):
                     message += f"; did you mean --{name}?"
-            for word in re.findall(r"\w+", message):
-                if (VARIATIONS / f"{word}.py").exists():
-                    message += f"; did you mean python -m variations.{word}?"
         raise UserError(f"{message} (-h explains the flags)")
 
 

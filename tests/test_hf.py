@@ -32,10 +32,9 @@ def random_texts(seed):
 
 
 @torch.no_grad()
-def assert_same_logits(model, theirs, order):
+def assert_same_logits(model, theirs):
     tokens = torch.randint(model.config.vocab_size, (3, model.config.context))
-    theirs = theirs.eval()(order[tokens]).logits[..., order]
-    assert_equal(model.eval()(tokens)[0], theirs, 1e-4)
+    assert_equal(model.eval()(tokens)[0], theirs.eval()(tokens).logits, 1e-4)
 
 
 def edit(path, **changes):
@@ -49,10 +48,8 @@ def edit(path, **changes):
 def test_an_imported_gpt2_gives_the_logits_and_ids_of_transformers(tmp_path):
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(zoo.PROMPTS, vocab_size=320, show_progress=False)
-    words = [*bpe.get_vocab(), hf.END]
-    ids = dict(zip(words, random.Random(0).sample(range(321), 321)))  # in any order
     bpe.save_model(str(tmp_path))
-    (tmp_path / "vocab.json").write_text(json.dumps(ids))
+    (tmp_path / "vocab.json").write_text(json.dumps(bpe.get_vocab() | {hf.END: 320}))
     config = GPT2Config(vocab_size=321, n_positions=48, n_embd=24, n_layer=3, n_head=2, n_inner=96)
     theirs = stir(GPT2LMHeadModel(config), 0.05)
     theirs.save_pretrained(tmp_path)
@@ -63,12 +60,10 @@ def test_an_imported_gpt2_gives_the_logits_and_ids_of_transformers(tmp_path):
     save_file(file, path, metadata={"format": "pt"})
     model, tokenizer = hf.read_gpt2(tmp_path)
     assert model.training and hf.read_gpt2(tmp_path, True)[0].config.bfloat16
-    words = ["".join(hf.CHARACTERS[byte] for byte in token) for token in tokenizer.tokens]
-    order = torch.tensor([ids[word] for word in [*words, hf.END]])  # their id for each of ours
-    assert_same_logits(model, theirs, order)
+    assert_same_logits(model, theirs)
     their_ids = AutoTokenizer.from_pretrained(tmp_path, split_special_tokens=True).encode
     for text in [*TEXTS, *zoo.PROMPTS, *random_texts(0)]:
-        assert order[tokenizer.encode(text)].tolist() == their_ids(text)
+        assert tokenizer.encode(text) == their_ids(text)
 
 
 def exported(folder, kind):
@@ -89,7 +84,7 @@ def exported(folder, kind):
 def test_an_exported_policy_gives_the_same_logits_and_can_be_read_again(tmp_path):
     model, tokenizer, out = exported(tmp_path, "sft")
     theirs = GPT2LMHeadModel.from_pretrained(out)
-    assert_same_logits(model, theirs, torch.arange(400))
+    assert_same_logits(model, theirs)
     c = theirs.config
     assert (c.resid_pdrop, c.embd_pdrop, c.attn_pdrop, c.n_positions) == (0.0, 0.0, 0.0, 32)
     assert c.bos_token_id == c.eos_token_id == theirs.generation_config.eos_token_id == 399
@@ -116,8 +111,7 @@ def test_a_random_vocabulary_gives_the_same_ids_and_comes_back(tmp_path, seed):
         assert theirs.encode(text) == tokenizer.encode(text)
         assert theirs.decode(theirs.encode(text)) == text
     assert theirs.eos_token_id == tokenizer.eos and theirs.model_max_length == 99
-    same, ids = hf.read_vocabulary("x", theirs, len(theirs))
-    assert same.tokens == tokenizer.tokens and ids == [*range(tokenizer.vocab_size)]
+    assert hf.read_vocabulary(theirs).tokens == tokenizer.tokens
 
 
 @torch.no_grad()
@@ -142,21 +136,19 @@ def test_an_exported_reward_model_gives_our_scores_of_texts(tmp_path):
     assert theirs.eos_token_id == theirs.bos_token_id == theirs.unk_token_id == ours.eos
 
 
-FIXED = {"activation_function": "relu", "layer_norm_epsilon": 1e-06, "scale_attn_weights": False}
-FIXED |= {"scale_attn_by_inverse_layer_idx": True}
-CUTS = "cuts text in another way"
+LOGITS, SPLITS = (
+    "0 weights are missing, 400 tokens, logits ",
+    "splits text differently from GPT-2's",
+)
 BROKEN = [  # what is changed in an exported policy, and what is said of it
-    *[({name: x}, f"GPT-2 language model ... here {name} {x}") for name, x in FIXED.items()],
-    ({"tie_word_embeddings": False}, "lm_head without the weights of wte, ... in missing_keys"),
-    ({"n_inner": 48}, "h.0.mlp.c_fc.bias ... in mismatched_keys"),
-    (
-        {"vocab_size": 401},
-        "should have 401 tokens, as its weights: ... it has 400, with ids up to 399",
-    ),
-    ({"model": {"merges": []}}, "should have 400 tokens ... missing or unknown: Do, My, Please"),
-    ({"pre_tokenizer": {"add_prefix_space": True}}, CUTS),
-    ({"pre_tokenizer": {"use_regex": False}}, CUTS),
-    ({"normalizer": {"type": "NFC"}}, CUTS),
+    ({"activation_function": "relu"}, LOGITS),
+    ({"scale_attn_by_inverse_layer_idx": True}, LOGITS),
+    ({"tie_word_embeddings": False}, "1 weights are missing"),
+    ({"n_inner": 48}, "could not be read ("),
+    ({"vocab_size": 401}, "400 tokens, logits"),
+    ({"model": {"merges": []}}, SPLITS),
+    ({"pre_tokenizer": {"add_prefix_space": True}}, SPLITS),
+    ({"normalizer": {"type": "NFC"}}, SPLITS),
 ]
 
 
@@ -171,7 +163,7 @@ def test_what_is_no_gpt2_is_refused_in_a_sentence(tmp_path, changes, says):
         hf.read_gpt2(out)
     said = str(error.value)
     assert said.startswith(f"{out}: ") and "\n" not in said and len(said) < len(str(out)) + 400
-    assert all(part in said for part in says.split(" ... ")), said
+    assert says in said, said
 
 
 def test_other_folders_are_refused_and_full_ones_overwritten_on_request_alone(
@@ -181,7 +173,7 @@ def test_other_folders_are_refused_and_full_ones_overwritten_on_request_alone(
     words = "plumbing/hf.py", "export", tmp_path / "rm.pt", out
     assert "is not empty; give another folder, or --overwrite" in run(*words)[2]
     assert run(*words, "--overwrite")[0] == 0
-    with pytest.raises(UserError, match="score.weight in unexpected_keys"):
+    with pytest.raises(UserError, match="should be a GPT-2"):
         hf.read_gpt2(out)
     with pytest.raises(UserError, match="without a network, give a folder with config.json"):
         hf.read_gpt2(tmp_path)

@@ -306,15 +306,15 @@ def test_what_is_wrong_with_an_iteration_is_said():
 def test_an_iteration_is_judged_shown_and_traced(tmp_path, monkeypatch, capsys):
     kinds = iter(["a", "ab", "ab"])  # of faults in an iteration
     monkeypatch.setattr(page, "faults", lambda _, kl: dict.fromkeys(next(kinds), f"{kl.sum():.3f}"))
-    monkeypatch.setattr(page, "judge_of", {"zoo": lambda x, y: float(len(x) == 2)}.get)
     policy = stir(minippo.GPT(GPTConfig(257, 16, 1, 2, 8)).eval(), 0.2)
     ref, scores = stir(frozen_copy(policy), 0.1), torch.arange(11.0).roll(3)
     prompts, settings = [[65, 66 + i] for i in range(11)], PPOConfig(7, 0.7)
     batch = minippo.rollout(policy, ref, lambda *_: scores, prompts, settings)
     batch["scores"] = scores
-    config = SimpleNamespace(data="zoo", out=tmp_path, steps=44, temperature=0.7)
+    config = SimpleNamespace(out=tmp_path, steps=44, temperature=0.7)
     run = SimpleNamespace(config=config, model=policy, before=[policy, ref], warned=set())
     run.tokenizer = Tokenizer([bytes([i]) for i in range(256)])
+    run.judge = lambda x, y: float(len(x) == 2)
     (tmp_path / "ppo_traces.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 9}\n')
     for run.step in (2, 41, 44):
         assert page.watch(run, {"kl": 2.0}, batch) == {"judge": 1.0}

@@ -159,7 +159,7 @@ def test_a_run_goes_on_with_the_same_settings_data_and_models_alone(
 def begin(out, kind="sft", steps=10, **more):
     """-> a Run of one weight, without validation."""
     out.mkdir(exist_ok=True)
-    settings = vars(RunConfig()) | {"out": out, "device": "cpu", "steps": steps, "micro_batch": 0}
+    settings = vars(RunConfig()) | {"out": out, "data": out, "steps": steps, "micro_batch": 0}
     config, model = SimpleNamespace(**settings | more), torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))

@@ -40,8 +40,6 @@ sft --init gpt2 -> --init brings its own size and vocabulary
 ppo --temperature 0 -> temperature (0.0): should be above 0
 ppo --gamma 2 -> gamma (2.0) and lam (1.0): should be from 0 to 1
 ppo --batch_size 1 -> --batch_size 1: should be a multiple of --k 1, >= --minibatches 2
-ppo --algorithm dpo -> unrecognized arguments: --algorithm dpo; did you mean python -m variations.dpo? (-h
-ppo grpo -> unrecognized arguments: grpo; did you mean python -m variations.grpo?
 variations/rloo.py --lam 0.9 -> unrecognized arguments: --lam 0.9
 variations/rloo.py --k 1 -> k (1): should be at least 2
 variations/dpo.py --kl_coef 0 -> kl_coef and temperature: should be above 0
@@ -55,8 +53,8 @@ rm sft.pt; ppo --models DIR -> sft.pt: not found; ... --models names its folder
 ppo --reward bad -> bad: ... should be module:function, for instance my:score
 ppo --reward bad:few --separate_critic -> --separate_critic starts from the reward model
 ppo --reward bad:few -> --reward: should return a list of 8 numbers, none beyond 1,000,000, not [1.0]
-ppo --reward bad:nan -> none beyond 1,000,000, not nan for '
-ppo --reward bad:large -> none beyond 1,000,000, not -1100000.0 for '
+ppo --reward bad:nan -> none beyond 1,000,000, not [0.0, 0.0, ... nan]
+ppo --reward bad:large -> none beyond 1,000,000, not [1000000.0, ... -1100000.0]
 ppo --reward bad:words -> none beyond 1,000,000, not ['good', '
 sample.py -> required: CHECKPOINT PROMPT (-h
 sample.py DIR/sft.pt a --n 0 -> --n 0: should be at least 1
