@@ -73,7 +73,7 @@ NEIGHBOURS = {  # with what a search on seed 0 found
     "Dr. GRPO": "-m variations.grpo --no_std --no_length --k 8 --lr 4e-4 --kl_coef 0.05",
     "PPO of TRL": "-m bench.trl_ppo",
     "GRPO of TRL": "-m examples.outgrow --k 8 --lr 4e-4",
-    "best of n, imitated": "-m variations.best_of_n --k 4",
+    "RAFT": "-m variations.raft --k 4",
     "DPO": "-m variations.dpo --lr 4e-4 --kl_coef 0.5",
     "IPO": "-m variations.dpo --ipo --lr 4e-4 --kl_coef 0.06",
 }

@@ -37,7 +37,7 @@ def algorithm_of(name):
     """-> settings, compute_advantages, loss"""
     module = importlib.import_module(f"variations.{name}") if name != "ppo" else train_ppo
     advantages = getattr(module, "compute_advantages", minippo.compute_advantages)
-    settings = GroupConfig if name == "best_of_n" else module.Settings
+    settings = GroupConfig if name == "raft" else module.Settings
     return settings, advantages, getattr(module, "loss", minippo.ppo_loss)
 
 
@@ -128,7 +128,7 @@ CLAIMS = [  # algorithm, count, its settings, and what the step is the gradient 
     ("gspo", lambda x: len(x["mask"]), {"mean": False}, objective),
     ("grpo", tokens, {"k": 2, "length": False, "std": False}, half_of_the_score),
     ("grpo", tokens, {"k": 2, "length": False}, wins),
-    ("best_of_n", lambda x: (x["advantages"] > 0).sum(), {"k": 2}, best_of_two),
+    ("raft", lambda x: (x["advantages"] > 0).sum(), {"k": 2}, best_of_two),
 ]
 
 
@@ -185,7 +185,7 @@ def ppo_penalty(x, c):
     return -x.ratio * x.white + c.penalty * kl + errors(x, x.returns, c)
 
 
-def best_of_n(x, c):
+def raft(x, c):
     best = [max(y.group, key=lambda z: z.R) for y in x.rows[::3]]
     share = sum(len(y.ratio) for y in x.rows) / sum(len(y.ratio) for y in best)
     return -x.log_p * share * any(x is y for y in best)
@@ -201,7 +201,7 @@ PLAIN = [
     (gspo, {}),
     (gspo, {"mean": False, "whiten": False}),
     (ppo_penalty, {"penalty": 1.7}),
-    (best_of_n, {"k": 3}),
+    (raft, {"k": 3}),
 ]
 
 
@@ -275,7 +275,7 @@ def test_a_tie_is_half_a_hit_for_dpo():
 
 # As programs
 
-NAMES = "ppo rloo grpo gspo reinforce ppo_penalty ppo_ptx best_of_n dpo".split()
+NAMES = "ppo rloo grpo gspo reinforce ppo_penalty ppo_ptx raft dpo".split()
 SCRIPTS = {x: "train_ppo.py" if x == "ppo" else f"variations/{x}.py" for x in NAMES}
 
 
@@ -312,7 +312,7 @@ def test_each_trains_and_shows_no_setting_that_it_does_not_read(made, tmp_path, 
     assert len(rows) == 3 and abs(rows[0]["kl"]) < 1e-3 < abs(rows[2]["kl"])
     heads = [load_checkpoint(x, ["ppo", "sft"])[0] for x in (made / "sft.pt", tmp_path / "ppo.pt")]
     start, end = (torch.cat([p.flatten() for p in x.value_head.parameters()]) for x in heads)
-    trains_values = name not in ("rloo", "grpo", "best_of_n", "reinforce", "dpo")
+    trains_values = name not in ("rloo", "grpo", "raft", "reinforce", "dpo")
     assert (
         torch.equal(start[:-1], end[:-1]) != trains_values
     )  # the bias, the last, is centred in all

@@ -1,7 +1,7 @@
-"""Imitate the best of k: sample k responses to each prompt, train on the best one, and repeat.
+"""RAFT, imitate the best of k: sample k responses to each prompt, train on the best one, and repeat.
 
-This is RAFT (Dong et al., arXiv:2304.06767), or expert iteration (Anthony et al., arXiv:1705.08439)
-with k samples as the expert. For each prompt
+RAFT (Dong et al., arXiv:2304.06767) is expert iteration (Anthony et al., arXiv:1705.08439) with k
+samples as the expert. For each prompt
 
     best = the response of k with the largest score - beta * KL
     loss = - mean of log pi over the tokens of the best          the loss of SFT, on one in k
@@ -35,4 +35,4 @@ def loss(policy, batch, config):
 
 
 if __name__ == "__main__":
-    train(GroupConfig, compute_advantages, loss, __doc__, out="out/best_of_n")
+    train(GroupConfig, compute_advantages, loss, __doc__, out="out/raft")
