@@ -9,7 +9,8 @@ header line, if its name ends in .csv or .tsv.
     --messages messages                               chats: sft files
     --chosen good --rejected bad                      pairs of chats: pref files
 
-A flag names a key of the objects, or a column. --where label keeps the rows in which label is true.
+A flag names a key of the objects, or a column. "input" and "label" may change what
+a row means, so a file with these keys is refused.
 
 A chat is a list of messages {"role": ..., "content": ...}. The last one, by the assistant, is the
 answer, and those before are the prompt, "User: ...\\nAssistant:". Or it is a transcript, one string
@@ -142,21 +143,13 @@ def make_row(values, has_prompt):
     return prompt, *(x if joined or x[0].isspace() else " " + x for x in answers)
 
 
-def convert(path, keys, where_key="", ignored=()):
+def convert(path, keys):
     """keys: {flag: key}. -> rows; prints what is skipped, and what is not used."""
     rows, skipped, unused = {}, {}, set()
     for place, row in read_objects(path).items():
         values = [value_of(f"{path}, {place}", row, key) for key in keys.values()]
-        unused |= {
-            x
-            for x in row.keys() - {*keys.values(), where_key, *ignored}
-            if row[x] not in ("", None)
-        }
+        unused |= {x for x in row.keys() - {*keys.values()} if row[x] not in ("", None)}
         try:
-            if where_key and where_key not in row:
-                raise UserError(f"{path}, {place}: no {where_key!r} in {shown(row)}")
-            if where_key and str(row[where_key]).lower() not in ("true", "1", "1.0"):
-                raise Skip(f"{where_key} is not true")
             new = make_row(values, "prompt" in keys)
             if new in rows:
                 raise Skip("duplicate")
@@ -164,9 +157,8 @@ def convert(path, keys, where_key="", ignored=()):
         except Skip as reason:
             skipped.setdefault(str(reason), []).append(place)
     for key in sorted(unused & TELLING.keys()):
-        raise UserError(
-            f"{path}: {key!r} may change what a row means; {TELLING[key]}, or --ignore {key}"
-        )
+        hint = f"{TELLING[key]}, and write a file without {key!r}"
+        raise UserError(f"{path}: {key!r} may change what a row means; {hint}")
     print(f"{path}: {len(rows):,} rows kept, {sum(map(len, skipped.values())):,} skipped")
     for reason, places in skipped.items():
         print(f"    {len(places):,} {printable(reason, keep='')}: {places[0]}, ...")
@@ -185,8 +177,6 @@ def main():
     parser.add_argument("--out", metavar="FOLDER", type=Path, required=True)
     for flag in FLAGS:
         parser.add_argument(f"--{flag}", metavar="KEY", help=f"where a row has its {flag}")
-    parser.add_argument("--where", metavar="KEY", default="", help="keep rows where it is true")
-    parser.add_argument("--ignore", metavar="KEY", action="append", default=[], help="not needed")
     text = "share of the prompts to hold out; 0: the train file alone, 1: the val file alone"
     parser.add_argument("--val", type=float, default=SHARE, help=f"{text} (default: {SHARE})")
     parser.add_argument("--overwrite", action="store_true", help="replace files in FOLDER")
@@ -195,7 +185,7 @@ def main():
     try:
         if tuple(keys) not in USES or not 0 <= args.val <= 1:
             raise UserError("-h shows which flags go together; --val is between 0 and 1")
-        rows = convert(args.file, keys, args.where, args.ignore)
+        rows = convert(args.file, keys)
         task = {len(columns): name for name, columns in KEYS.items()}[len(rows[0])]
         write_rows(args.out, task, rows, args.overwrite, args.val)
     except (UserError, OSError) as error:

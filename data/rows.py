@@ -19,7 +19,7 @@ KEYS = {
     "prompts": ("prompt",),
 }
 # Keys of well-known formats without which a row may mean something else
-TELLING = {"input": "put it into the prompt first", "label": "keep good rows with --where label"}
+TELLING = {"input": "put it into the prompt first", "label": "keep the good rows"}
 SUBSTITUTES = {"sft": ["pref"], "pref": [], "prompts": ["pref", "sft"]}
 SHARE = 0.05  # of the prompts are held out
 
@@ -93,19 +93,16 @@ def substitute(folder, task, split, missing):
 
 def write_rows(folder, task, rows, overwrite, share=SHARE):
     """Write rows (tuples of strings) into the train and the val file of a task, and say how many.
-    UserError if one of them is there, unless overwrite. Then both must be new: an old val file may
-    hold the prompts of a new train file."""
+    UserError if one that gets rows is there, unless overwrite. Warn if the other one has prompts of
+    these."""
     aside, keys = held_out((row[0] for row in rows), share), KEYS[task]
     parts = {"train": [], "val": []}
     for row in rows:
         parts["val" if row[0] in aside else "train"].append(dict(zip(keys, row)))
     paths = {folder / f"{task}_{split}.jsonl": part for split, part in parts.items()}
     for path, part in paths.items():
-        if path.exists() and overwrite != bool(part):
-            hint = (
-                "choose another --out, or --overwrite" if part else "no row replaces it; remove it"
-            )
-            raise UserError(f"{path}: is there already; {hint}")
+        if part and path.exists() and not overwrite:
+            raise UserError(f"{path}: is there already; choose another --out, or --overwrite")
     for path, part in paths.items():
         if part:
             write_jsonl(path, part)

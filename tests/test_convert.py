@@ -37,7 +37,6 @@ def talk(*texts):
 LINES = '\ufeff{"x": 1, "a": "2", "q": "é"}\r\n\n \t\n{"q": "\\ud83d", "a": "\u2028c"}'
 TABLE = '\ufeffq,a,x\r\n"é, ""1""\n2",3,\r\n\r\n"4\n",\u20285,6'
 ALPACA = [{"q": "1", "input": "", "a": "2"}, {"q": "3", "input": "4", "a": "5"}]
-KTO = [{"q": f"{x}", "a": "b", "label": x} for x in (True, False, 1, 0, "TRUE", 1.0, None)]
 SYSTEM = [{"role": "system", "content": " Be kind.\n"}]
 LONG = "System: Be kind.\nUser: 1\nAssistant: 2\nUser: 3\nAssistant:"
 CHATS, HH = {"a": chat("1", "2"), "b": chat("1", "3")}, {"a": talk("1", "2"), "b": talk("1", "3")}
@@ -65,9 +64,7 @@ STEER = [{"q": "1", "a": "2", "k\x1b": 1}, {"q": "\x1b", "\ud83d": 7}]
         (SFT, "q\ta\n1,2\t3", [("1,2", " 3")]),
         (SFT, f"q,a\n1,{'2' * 200_000}", [("1", " " + "2" * 200_000)]),
         (PROMPTS, [{"q": talk("1", "")[:-1]}], [(talk("1", "")[:-1],)]),
-        (SFT + " --ignore input", ALPACA, [("1", " 2"), ("3", " 5")]),
         (SFT, ALPACA[:1], [("1", " 2")]),
-        (SFT + " --where label", KTO, [(x, " b") for x in ("True", "1", "TRUE", "1.0")]),
         (CHAT, [{"m": SYSTEM + chat(" 1", "2", "3\n", "\n4 ")}], [(LONG, "\n4 ")]),
         (CHAT, [{"m": talk("1", "2", "3", "4 \n")}], [(talk("1", "2", "3", "")[:-1], " 4")]),
         (PAIR, [CHATS, HH], [(Q, " 2", " 3"), (talk("1", "")[:-1], " 2", " 3")]),
@@ -106,10 +103,9 @@ STEER = [{"q": "1", "a": "2", "k\x1b": 1}, {"q": "\x1b", "\ud83d": 7}]
         (
             SFT,
             ALPACA,
-            "'input' may change what a row means; put it into the prompt first, or --ignore input",
+            "'input' may change what a row means; put it into the prompt first, and write a file",
         ),
-        (SFT, KTO, "keep good rows with --where label, or --ignore label"),
-        (SFT + " --where c", ALPACA[:1], """no 'c' in {"q": "1", "input": "", "a": "2"}"""),
+        (SFT, [{"q": "1", "a": "b", "label": True}], "keep the good rows, and write a file"),
         (SFT + " --messages m", "{}", "-h shows which flags go together"),
         *((f"{PROMPTS} --val {x}", "{}", "--val is between 0 and 1") for x in (-0.1, 1.1, "nan")),
     ],
@@ -135,7 +131,6 @@ def test_a_file_is_replaced_on_request_alone_and_no_old_one_stays_beside_new_row
     for flags, says in (
         ("", "sft_train.jsonl: is there already; choose another --out, or --overwrite"),
         ("--val 1", "sft_val.jsonl: is there already; choose"),
-        ("--val 0 --overwrite", "sft_val.jsonl: is there already; no row replaces it; remove it"),
         ("--overwrite", ""),
     ):
         before = rows_of(out, "sft_train", "sft_val")
