@@ -51,7 +51,6 @@ SETTINGS = {
     "lam = 0.95": "--lam 0.95",
     "lam = 0": "--lam 0",
     "gamma = 0.95": "--gamma 0.95",
-    "entropy bonus 0.03": "--entropy_coef 0.03",
     "length penalty 0.05": "--length_penalty 0.05",
     "KL in the loss": "--kl_coef 0 --kl_loss_coef 0.2",
     "beta = 0.03": "--kl_coef 0.03",
@@ -89,7 +88,7 @@ TABLES = {  # name of a row: task, the script that trains its policy, flags
 }
 PATHS = "beta = 0.03", "default", "beta = 0.3", HACKED  # for the pictures
 BETAS = 0.03, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0, 5.0  # of the best policies
-COLUMNS = "judge", "score", "optimality", "kl", "distinct", "response_length"
+COLUMNS = "judge", "score", "optimality", "kl", "distinct"
 OF_A_SEED = "sft above_entropy", "rm below_ceiling", "policy judge", "policy kl"
 OF_A_SEED += "seen optimality", "unseen optimality"
 

@@ -3,7 +3,7 @@
     python -m bench.tables      writes the tables into RESULTS.md, and prints them all
 
 results.json is {section: {name: figures}}, with four digits. A figure is a number or [mean, standard
-error]. The section "made" says of which commit and machine the others are. In RESULTS.md a table
+error]. The section "made" says which others are of which commit and machine. In RESULTS.md a table
 stands between <!-- section --> and <!-- /section -->.
 """
 
@@ -52,9 +52,14 @@ def load():
 def keep(sections, source):
     """Put these sections, of this commit and machine, in place of those in results.json, and the
     tables into RESULTS.md."""
-    results = load() | sections
-    results["made"] |= {name: {"commit": source} for name in sections}
-    write_file(PATH, dumps(results))
+    results = load()
+    of = {x: commit for commit, row in results["made"].items() for x in row["tables"].split()}
+    of |= dict.fromkeys(sections, source)
+    made = {}
+    for name, commit in of.items():
+        made.setdefault(commit, []).append(name)
+    made = {commit: {"tables": " ".join(names)} for commit, names in made.items()}
+    write_file(PATH, dumps(results | sections | {"made": made}))
     write_tables()
 
 

@@ -1,11 +1,12 @@
 """What bench/ starts, and the tables that come of it. Run: python -m pytest tests/test_bench.py"""
 
 import pytest
+import torch
 
-from bench import results, tables
+from bench import critic, results, tables
 from cli import PPO, run, write_data, write_models
 
-MODULES = "pictures", "pretrained", "results", "speed", "tables", "trl_ppo"
+MODULES = "critic", "pictures", "pretrained", "results", "speed", "tables", "trl_ppo"
 
 
 @pytest.mark.parametrize("name", results.TABLES)
@@ -91,7 +92,8 @@ def test_a_jump_is_a_kl_above_the_median_of_the_hundred_before():
 def test_the_tables_hold_what_is_stored():
     stored = tables.load()
     printed = tables.tables(stored)
-    assert stored["made"].keys() == stored.keys() - {"made"}
+    made = " ".join(row["tables"] for row in stored["made"].values()).split()
+    assert sorted(made) == sorted(stored.keys() - {"made"})
     for name, lines in printed.items():
         assert lines.count("\n") == 1 + len(stored[name])
     mean, error = stored["systems"]["PPO"]["judge"]
@@ -104,3 +106,25 @@ def test_the_tables_hold_what_is_stored():
     cells = {"": None, "3": 3, "0.123": 0.1234, "2.87±0.03": [2.874, 0.0321], "1.5": [1.5, None]}
     cells |= {"217±90": [217.1, 90.4], "`--k 8`": "--k 8", "0": [0.0, 0.0]}
     assert [tables.cell(x) for x in cells.values()] == [*cells]
+
+
+def test_a_table_that_is_made_again_moves_to_its_new_commit(tmp_path, monkeypatch):
+    for name in ("PATH", "TEXT"):
+        path = getattr(tables, name)
+        monkeypatch.setattr(tables, name, tmp_path / path.name)
+        (tmp_path / path.name).write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+    before, made = tables.load(), {"a": {"x": {"c": 1}}, "speed": {"y": {"c": 2}}}
+    tables.keep(made, "new")
+    after = tables.load()
+    assert after == before | made | {"made": after["made"]}
+    assert after["made"]["new"] == {"tables": "speed a"}
+    assert [row for row in after["made"].values() if "speed" in row["tables"]] == [
+        after["made"]["new"]
+    ]
+
+
+def test_the_experiment_with_the_critic_is_the_loop_of_minippo(monkeypatch):
+    monkeypatch.setattr(critic, "ITERATIONS", 60)
+    assert critic.objective(({"kl_coef": 1e3}, 64, 0)) < 0 < 1 < critic.objective(({}, 64, 0))
+    tokens = torch.tensor([[0, 1, 4, 8, 26]])  # a b e i <eos>
+    assert critic.score(tokens, torch.tensor([[True] * 4])).item() == 0.5 + 0.5 - 0.5 + 0.5

@@ -1,0 +1,69 @@
+"""When does a value function pay? The task of `python minippo.py` with words of up to 32 letters.
+
+    python -m bench.critic      ten seeds, batches of 4 to 64 responses, a quarter of an hour
+
+With few responses in a batch, the mean of the batch is a poor baseline; the values know more. A figure
+is score - beta * KL of 1,024 new responses after 200 iterations. The table goes into RESULTS.md.
+"""
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+
+import torch
+
+from bench.tables import keep, made, mean_and_error
+from minippo import GPT, GPTConfig, PPOConfig, batch_metrics, center_values, compute_advantages
+from minippo import frozen_copy, ppo_update, rollout
+from plumbing.settings import read_flags, script
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+SEEDS, BATCHES, ITERATIONS, LR = range(10), (4, 8, 16, 64), 200, 3e-3
+ROWS = {
+    "values": {},
+    "values, lam = 0.95": {"lam": 0.95},
+    "no values": {"vf_coef": 0.0},  # they stay at the mean score
+}
+
+
+def score(tokens, mask):
+    """As in minippo.main(): 0.5 for each change between vowel and consonant, else -0.5."""
+    vowel = sum(tokens == LETTERS.index(c) for c in "aeiou")
+    return (torch.where(vowel[:, 1:] != vowel[:, :-1], 0.5, -0.5) * mask).sum(1)
+
+
+def objective(job):
+    """(settings, batch size, seed) -> score - beta * KL at the end."""
+    settings, size, seed = job
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    config = PPOConfig(max_new_tokens=32, **settings)
+    policy = GPT(GPTConfig(len(LETTERS) + 1, context=40, layers=2, channels=32)).eval()
+    ref, optimizer = frozen_copy(policy), torch.optim.Adam(policy.parameters(), LR)
+    prompts = [[letter] for letter in range(26)]
+    center_values(policy, rollout(policy, ref, score, prompts, config))
+    for step in range(ITERATIONS):
+        optimizer.param_groups[0]["lr"] = LR * (1 - step / ITERATIONS)
+        batch = rollout(policy, ref, score, torch.randint(26, (size, 1)).tolist(), config)
+        batch |= compute_advantages(batch, config)
+        ppo_update(policy, optimizer, batch, config)
+    batch = rollout(policy, ref, score, torch.randint(26, (1024, 1)).tolist(), config)
+    return batch_metrics(batch, config)["rlhf_reward"]
+
+
+@script
+def main():
+    read_flags(__doc__, run=False)
+    jobs = list(product(ROWS, BATCHES, SEEDS))
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        results = pool.map(objective, [(ROWS[name], *rest) for name, *rest in jobs])
+        figures = dict(zip(jobs, results))
+    rows = {name: {} for name in ROWS}
+    for name, size in product(ROWS, BATCHES):
+        numbers = [figures[name, size, seed] for seed in SEEDS]
+        rows[name][f"batches of {size}"] = mean_and_error(numbers)
+    keep({"critic": rows}, made())
+
+
+if __name__ == "__main__":
+    main()
