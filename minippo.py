@@ -8,7 +8,7 @@ For prompts x, responses y sampled from the policy pi, and their scores, it maxi
 
     J(pi) = E[ score(x, y) ] - beta * KL(pi || ref)
 
-(InstructGPT, arXiv:2203.02155, eq. 2, without its last term, the loss of pretraining).
+(InstructGPT, arXiv:2203.02155, eq. 2, without its last term, which mixes in pretraining).
 
 The *policy* pi is the language model, seen as a rule for choosing the next token. The *reference*
 ref is a frozen copy of the policy before PPO: the SFT model. KL(pi || ref), the Kullback-Leibler
@@ -48,17 +48,17 @@ eat", a score of 1.40 and beta 0.1:
     value        .      0.80   1.00   1.20   .              prediction: sum of the rewards to come
 
 Phase 3 (section 5): how much better than expected did each action turn out? The value after the
-last action counts as 0. (Two settings, gamma and lam, are 1 here.)
+last action counts as 0. (Two settings, gamma and lam, are 1 here: see gae().)
 
     delta        .      0.15   0.22   0.18   .              reward + next value - value
     advantage    .      0.55   0.40   0.18   .              sum of this delta and all later ones
     return       .      1.35   1.40   1.38   .              advantage + value: rewards from here on
     whitened     .      1.14   0.15  -1.29   .              the advantages of the batch (here: this
-                                                            row), with mean 0, variance 1
+                                                            row), scaled to mean 0, variance 1
 
-Phase 4 makes actions with a whitened advantage above 0 more probable, and the others less probable.
-(<eos> turned out better than expected, but less so than the average, which whitening subtracts.)
-Section 5 shows its numbers, with the loss.
+Phase 4 makes actions with a whitened advantage above 0 more probable, and those with one below 0
+less probable. (<eos> turned out better than expected, but less so than the average, which whitening
+subtracts.) Section 5 shows its numbers, with the loss.
 """
 
 import copy
@@ -107,7 +107,7 @@ class Attention(nn.Module):
     def forward(self, x, cache=None, start=0):
         """(B, T, C) -> (B, T, C).
 
-        cache: keys and values of the positions before `start`, (B, H, longest, C/H) each. This call
+        cache: of new_cache(), the keys and values of the positions before `start`. This call
         appends those of its own T positions; if start is not 0, T must be 1.
         """
         q, k, v = (y.unflatten(-1, (self.heads, -1)) for y in self.qkv(x).chunk(3, -1))
@@ -203,8 +203,9 @@ class RewardModel(nn.Module):
     """Scores a row, prompt and response, with one number: how much would people like it?
 
     Made from a GPT, it starts with a copy of that trunk. After training, train_rm.py sets `mean`
-    and `std`, so that the SFT model's own answers have mean 0 and standard deviation 1, and `cap`,
-    the highest score that is given: above it the model is often wrong (arXiv:2502.18770).
+    and `std`, so that the SFT model's own answers have mean 0 and standard deviation 1, and a beta
+    means the same for any reward model. It sets `cap`, which one in a hundred of these answers
+    exceeds: no score is higher, because there the reward model is often wrong (arXiv:2502.18770).
     """
 
     def __init__(self, config_or_gpt):
@@ -229,8 +230,8 @@ class RewardModel(nn.Module):
 # --------------------------------------------------------------------------------------------------
 # 2. Log-probabilities and masks
 #
-# Sums and means run over response tokens alone: x[mask] picks these N tokens. A pad that leaks in
-# would be trained on, dilute every mean, and add to the KL.
+# Sums and means run over response tokens alone: x[mask] picks these N tokens. Padding that leaks
+# in would be trained on, dilute every mean, and add to the KL.
 
 
 def check_mask(mask, *tensors):
@@ -250,7 +251,7 @@ def response_mask(prompt_lengths, lengths, columns):
 
 def row_lengths(mask):
     """mask (B, T-1) -> (B,): tokens of prompt and response. The last token is at length - 1, so the
-    mask, which is about the next token, is true for the last time at length - 2. if a
+    mask, which is about the next token, is true for the last time at length - 2. ValueError if a
     response is empty: no token could receive its score."""
     if not mask.any(1).all():
         raise ValueError("a response is empty: it needs a token, at least the end token")
@@ -278,9 +279,9 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0, with_entropy=False):
     """tokens (B, T), mask (B, T-1) -> logprobs of the actions taken, values of the states in which
     they were taken, entropy of the choice there (if wanted): (B, T-1) each, 0 outside the mask.
 
-    Each action is conditioned on the row, whatever the policy would have sampled (*teacher
-    forcing*). Log-probabilities and entropy, in nats, are those of softmax(logits / temperature).
-    The mean of -logprobs over the mask is the loss of SFT.
+    Each action is conditioned on the tokens in the row, not on what the policy would now sample
+    (*teacher forcing*). Log-probabilities and entropy, in nats, are those of softmax(logits /
+    temperature). The mean of -logprobs over the mask is the loss of SFT.
     """
     check_mask(mask, tokens[:, 1:])
     states, actions = tokens[:, :-1], tokens[:, 1:]
@@ -300,15 +301,15 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0, with_entropy=False):
 # 3. Sampling
 #
 # To add a token, a transformer need not reread the row: of the earlier tokens, attention needs only
-# the keys and values. These are kept in the *cache*, two tensors for each block. To read a
-# row in one pass is called *prefill*, to write token by token *decode*. Only the policy decodes.
+# the keys and values. These are kept in the *cache*, two tensors for each block. Reading a row in
+# one pass is called *prefill*, writing token by token *decoding*. Only the policy decodes.
 
 
 def draw(logits):
     """A random token from each softmax(logits): (B, V) -> (B,).
 
     Cut the interval from 0 to 1 into pieces as long as the probabilities, draw a number u from it,
-    and take the token whose piece u falls into.
+    and take the token whose piece u falls into (*inverse transform sampling*).
     """
     ends = logits.softmax(-1).cumsum(-1, dtype=torch.float64)  # where the pieces end
     if ends[:, -1].isnan().any():
@@ -355,7 +356,8 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
         begin, t = t, t + 1
     T = int(lengths.max())
     tokens, mask = tokens[:, :T], response_mask(prompt_lengths, lengths, T)
-    # Computed as in the update, so that the ratio pi / old (section 5) starts at 1 there.
+    # The loop has these numbers too, but rounded differently. Computed as in the update, they let
+    # the ratio pi / old (section 5) start at 1 there.
     logprobs, values, _ = evaluate_actions(policy, tokens, mask, temperature)
     return tokens, mask, logprobs, values
 
@@ -363,16 +365,18 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
 # --------------------------------------------------------------------------------------------------
 # 4. The reward model's loss
 #
-# Usually two answers to a prompt are sampled from the SFT model, and a person picks the better
-# one. (The default data come with pairs, and simulate both.) Why pairs? People agree on which of
-# two answers is better more than on grades. Bradley and Terry (1952): a is preferred to b with
-# probability sigmoid(score(a) - score(b)). Only differences count. The loss is -log of this
-# probability. With a margin score(a) - score(b) of 2, 0, -2, the loss is 0.13, 0.69, 2.13.
+# Usually two answers to a prompt are sampled from the SFT model, and a person picks the better one.
+# (The default data come with simulated pairs.) Why pairs? People agree on which of two answers is
+# better more than on grades. Bradley and Terry (1952): a is preferred to b with probability
+# sigmoid(score(a) - score(b)). Only differences count: the zero of the scores is arbitrary. The loss
+# is -log of this probability. With a margin, score(a) - score(b), of 2, 0, -2, the loss is 0.13,
+# 0.69, 2.13.
 #
 # Why a model? Nobody would grade all responses that PPO samples, 57,600 in train_ppo.py. These
 # differ from the answers in the pairs (*distribution shift*), so their scores may be wrong: too
 # high, for example, for long, flattering or evasive answers. Learning to
-# exploit this is *reward hacking*. Hence the penalty on the KL, and the cap.
+# exploit this is *reward hacking*: the score rises, and the text gets worse. Hence the penalty on
+# the KL, and the cap.
 
 
 def reward_model_loss(chosen_scores, rejected_scores):
@@ -390,9 +394,9 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # models (Ziegler et al., arXiv:1909.08593)
 #
 # SFT knows the right token in every state. Now nobody does: the policy chooses all tokens, and one
-# grade comes at the end (a *sparse reward*). We want a high E[score], the mean over sampled
+# score comes at the end (a *sparse reward*). We want a high E[score], the mean over sampled
 # responses y. One cannot differentiate through a random draw. But the probability p(y) of a
-# response has a gradient:
+# response, given its prompt, has a gradient:
 #
 #     grad E[score] = grad sum_y p(y) score(y) = sum_y grad p(y) score(y)
 #                   = sum_y p(y) grad log p(y) score(y)         because grad p = p grad log p
@@ -418,22 +422,24 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # ref). The score is one more reward, with the last token.
 #
 # The KL is never below 0, and 0 only where both agree; a sample of it may be negative. It has a
-# direction. KL(pi || ref) is a mean over what pi says. So saying what ref hardly ever says costs
-# much; dropping answers costs little (*mode collapse*). KL(ref || pi), a mean over what ref says,
-# would keep all of its answers, mistakes too.
+# direction. KL(pi || ref) is a mean over what pi writes. So writing what ref hardly ever writes
+# costs much; dropping answers costs little (*mode collapse*). KL(ref || pi), a mean over what ref
+# writes, would keep all of its answers, mistakes too.
 #
 # Three estimates of the KL, where d is log pi - log ref of a sampled token (Schulman,
 # "Approximating KL divergence"):
 #
 #     k1 = d                   on average the KL, but often below 0     reward, metric
-#     k2 = d^2 / 2             its gradient is that of a token's KL     loss, if kl_loss_coef > 0
+#     k2 = d^2 / 2             its gradient is, on average, the KL's    loss, if kl_loss_coef > 0
 #     k3 = exp(-d) - 1 + d     on average the KL, and never below 0     metric
 #
-# In a loss, the gradient of k1 is grad log pi, whose mean is 0: it would teach nothing. That of k2
-# is d * grad log pi: each token gets only its own d. In the reward, a token's d multiplies grad log
-# pi of that token and of all before it, which led there: only this is the gradient of J. k3 is
-# never below 0, because exp(x) >= 1 + x, and near 0 it varies less than k1, so one logs it. Its
-# mean is right because exp(-d) = ref / pi has the mean sum ref = 1. (GRPO has k3 as a loss.)
+# A token influences the KL of all later tokens. In the reward, its d multiplies grad log pi of that
+# token and of all before it, which led there: this is the gradient of J. In a loss, k1 has the
+# gradient grad log pi, whose mean is 0: it would teach nothing. That of k2 is d * grad log pi: each
+# token gets only its own d.
+#
+# k3 is never below 0, because exp(x) >= 1 + x, and near 0 it varies less than k1, so one logs it.
+# Its mean is right because exp(-d) = ref / pi has the mean sum ref = 1. (GRPO has k3 as a loss.)
 
 
 def bounded_exp(x):
@@ -466,9 +472,9 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 # it. (In a game, the *environment* chooses the next state. Here it only appends the token.) Two
 # more changes leave the mean of this gradient as it is, and make it less noisy:
 #
-# Only what comes after. A token cannot change the rewards before it, and on average they add 0, as
-# a baseline does (see below). So its grad log pi is multiplied by the sum of the rewards from it
-# on, the *return*.
+# Only what comes after. A token cannot change the rewards before it, and on average they contribute
+# nothing to its gradient (as a baseline, below). So its grad log pi is multiplied by the sum of the
+# rewards from it on, the *return*.
 #
 # A baseline. What does not depend on the action may be subtracted from the return: on average it
 # changes nothing, because E[grad log pi] = 0. PPO subtracts the *value* V, the return to be
@@ -480,8 +486,9 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 def gae(rewards, values, mask, gamma, lam):
     """Generalised advantage estimation (arXiv:1506.02438): (B, T-1) each -> advantages, returns.
 
-    delta_t = r_t + gamma V_{t+1} - V_t, the *temporal difference error*: how much more is expected
-    after the action than before? The advantage also counts what is found out later (eq. 16):
+    delta_t = r_t + gamma V_{t+1} - V_t, the *temporal difference error*: the reward, and how much
+    more is expected after the action than before. The advantage also counts what is found out later
+    (eq. 16):
 
         A_t = delta_t + (gamma lam) delta_{t+1} + (gamma lam)^2 delta_{t+2} + ...
             = delta_t + (gamma lam) A_{t+1}
@@ -517,34 +524,37 @@ def whiten(x, mask):
 
     So the gradient of the policy does not depend on the scale of the rewards: scores, beta and
     values times 10 give the same whitened advantages. The mean acts as one more baseline. (It
-    contains the action's own advantage, which matters little in a large batch.) Returns are never
-    whitened: the values must learn their true size.
+    contains the action's own advantage, which matters little in a large batch.) What is lost: how
+    large the advantages were, and their sign, where nearly all turned out better than expected.
+    Returns are never whitened: the values must learn their true size.
     """
     check_mask(mask, x)
-    values = x[mask]
-    std, rounding = values.std(correction=0), 8 * torch.finfo(x.dtype).eps * values.abs().max()
-    return torch.where(mask & (std > rounding), (x - values.mean()) / std, 0.0)
+    selected = x[mask]
+    std, rounding = selected.std(correction=0), 8 * torch.finfo(x.dtype).eps * selected.abs().max()
+    return torch.where(mask & (std > rounding), (x - selected.mean()) / std, 0.0)
 
 
-# The last change: several gradient steps on one batch, because for large models sampling is slow.
-# The first step is *on-policy*: the policy that is trained has sampled the batch. After it, the
-# sampler is the *old* policy, and the next steps are *off-policy*. The *ratio* pi / old corrects
-# for that, choice by choice (*importance sampling*): E_old[ratio * A] = sum_a old(a) (pi(a) /
-# old(a)) A(a) = E_pi[A]. (The states are still those that old reached.) The gradient of ratio * A
-# is ratio * A * grad log pi, because grad pi = pi grad log pi. At ratio 1, where an update begins,
-# this is the policy gradient. Far from 1, a few large ratios dominate. So PPO clips the ratio.
+# The last change: several gradient steps on one batch, because for large models sampling is slow. A
+# pass over the batch is cut into minibatches, with a gradient step for each. The first step is
+# *on-policy*: the policy that is trained has sampled the batch. After it, the weights have changed:
+# the sampler is the *old* policy, and the next steps are *off-policy*. The *ratio* pi / old
+# corrects for that, choice by choice (*importance sampling*): E_old[ratio * A] = sum_a old(a)
+# (pi(a) / old(a)) A(a) = E_pi[A]. (The states are still those that old reached.) The gradient of
+# ratio * A is ratio * A * grad log pi, because grad pi = pi grad log pi. At ratio 1, where an
+# update begins, this is the policy gradient. Far from 1, a few large ratios dominate. So PPO clips
+# the ratio.
 #
 # Do not confuse two policies: the old one sampled this batch, a few gradient steps ago. The
 # reference is the SFT model, frozen. The ratio compares pi with old, the KL compares pi with ref.
 # The clip does not replace the KL: it keeps each update small, but small steps add up.
 #
-# The clip. For each token PPO maximises the smaller of ratio * A and clipped ratio * A. The
-# clipped ratio cannot leave the range from 1 - eps to 1 + eps; A is now the whitened advantage. The
-# response of the header, after a gradient step, with eps 0.2. All is computed from unrounded
-# numbers, then rounded:
+# The clip. For each token PPO maximises the smaller of ratio * A and clipped ratio * A. The clipped
+# ratio cannot leave the range from 1 - eps to 1 + eps; A is now the whitened advantage. This is the
+# response of the header after a gradient step, with eps 0.2 (computed from unrounded numbers):
 #
 #     log pi now    -0.25  -1.10  -0.40     of the same actions
-#     ratio          1.28   1.11   0.74     pi now / pi: exp(log pi now - log pi)
+#     ratio          1.28   1.11   0.74     pi now / old: exp(log pi now - log pi)
+#     A              1.14   0.15  -1.29     the whitened advantage
 #     clipped        1.20   1.11   0.80
 #     ratio * A      1.46   0.17  -0.96
 #     clipped * A    1.37   0.17  -1.04     loss: -(1.37 + 0.17 - 1.04) / 3 = -0.17
@@ -563,8 +573,7 @@ def whiten(x, mask):
 #
 # One step can still jump over the edge of the range. By default each batch has one pass of four
 # steps: ratios stay near 1, and the clip hardly acts. It is for several passes: four passes without
-# it ruin the policy (RESULTS.md). The loss divides by the number of tokens, where the derivation
-# sums.
+# it, and without the clip of the values (below), ruin the policy (RESULTS.md).
 
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
@@ -581,7 +590,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
     loss = -torch.min(unclipped, clipped).mean()
     return loss, {
         "policy_loss": loss.item(),
-        "approx_kl": (ratio - 1 - log_ratio).mean().item(),  # k3 of KL(old || pi): d = -log_ratio
+        "approx_kl": (ratio - 1 - log_ratio).mean().item(),  # k3 for KL(old || pi): d = -log_ratio
         "clip_frac": ((ratio - 1).abs() > clip_eps).float().mean().item(),
         "ratio_max": ratio.max().item(),
     }
@@ -641,10 +650,10 @@ class PolicyGradientConfig:
 @dataclass
 class PPOConfig(PolicyGradientConfig):
     gamma: float = 1.0  # discount per token
-    lam: float = 1.0  # GAE's lambda: 0 trusts the value function, 1 the sampled return
+    lam: float = 1.0  # GAE's lambda: 0 trusts the value function, 1 the sampled return; see gae()
     whiten: bool = True  # advantages with mean 0 and standard deviation 1
-    clip_eps: float = 0.2  # no gain from a ratio further from 1 than this; inf: no clip
-    value_clip: float = 0.2  # no gain from a value further from its old one; inf: no clip
+    clip_eps: float = 0.2  # no gain from moving a ratio further from 1 than this; inf: no clip
+    value_clip: float = 0.2  # no gain from moving a value further than this; inf: no clip
     vf_coef: float = 0.1  # weight of the value loss
     entropy_coef: float = 0.0  # weight of a bonus for entropy: for varied responses
     kl_loss_coef: float = 0.0  # weight of a penalty on the KL per token in the loss (k2)
@@ -656,7 +665,7 @@ class PPOConfig(PolicyGradientConfig):
 
 
 def frozen_copy(model):
-    """A copy that is never trained: the reference, or the reward model."""
+    """A copy that is never trained, such as the reference or the reward model."""
     return copy.deepcopy(model).eval().requires_grad_(False)
 
 
@@ -696,8 +705,8 @@ def rollout(policy, ref, score, prompts, config, generate=generate):
 
 @torch.no_grad()
 def center_values(policy, batch):
-    """Before the first update: shift all values, in place, to the mean score of a rollout, less
-    penalties. So a constant in the reward changes nothing, and the values need not learn it."""
+    """Before the first update: shift all values, in place, so that their mean is the mean score of
+    a rollout, less penalties. Then a constant in the reward changes nothing."""
     mean_value = masked_mean(batch["old_values"], batch["mask"])
     policy.value_head.bias += batch["scores"].mean() - mean_value
 
@@ -801,8 +810,9 @@ def batch_metrics(batch, config):
 
     In a healthy run of train_ppo.py, score rises; kl climbs to a few nats and stays (if not, raise
     kl_coef); entropy falls, but not to 0, where one answer is left (raise kl_coef); eos_rate stays
-    near 1; explained_variance climbs from 0. Of ppo_update, clip_frac stays below 0.01 and
-    ratio_max below 3 (if not, lower the learning rate).
+    near 1; explained_variance climbs from 0. From ppo_update: clip_frac stays below 0.01 and
+    ratio_max below 3 (if not, lower the learning rate). If kl jumps, or the answers turn alike,
+    read them: this may be reward hacking.
     """
     mask, scores, old_logprobs = batch["mask"], batch["scores"], batch["old_logprobs"]
     kl, kl_k3 = kl_per_response(old_logprobs, batch["ref_logprobs"], mask)
@@ -821,8 +831,8 @@ def batch_metrics(batch, config):
 
 
 def trace(batch, row, spell):
-    """One response token by token: the header's table, transposed, {title: list}, with what the
-    batch holds; advantages are those used in the loss. spell: id -> text."""
+    """One response token by token: the header's table, transposed, {title: list}, as far as
+    the batch holds its rows; advantages are those used in the loss. spell: id -> text."""
     x = {name: values[row] for name, values in batch.items()}
     x["kl"] = x["old_logprobs"] - x["ref_logprobs"]
     titles = {"old_logprobs": "log pi", "ref_logprobs": "log ref", "kl": "KL", "rewards": "reward"}

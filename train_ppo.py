@@ -1,10 +1,10 @@
 """Stage 3, PPO: the policy learns to write what scores highly, and stays close to the SFT model.
 
     python train_ppo.py                    after train_sft.py and train_rm.py, on the same data
-    python train_ppo.py --data FOLDER      on rows {"prompt": ...} in prompts_train and _val.jsonl
+    python train_ppo.py --data FOLDER      on prompts_train.jsonl and prompts_val.jsonl of your own
     python train_ppo.py --reward my:score  with a function in my.py instead of the reward model
 
-Writes out/ppo.pt and out/report.html, a page for the browser. Related algorithms: variations/.
+The rows are {"prompt": ...}. Writes out/ppo.pt and out/report.html, a page for the browser.
 """
 
 from dataclasses import dataclass
@@ -22,14 +22,14 @@ from plumbing.text import read_prompts
 class TrainConfig:  # of this script, whatever the algorithm
     steps: int = 450  # iterations
     batch_size: int = 128  # responses per iteration
-    lr: float = 8e-4  # peak learning rate of AdamW; it falls linearly to 0
+    lr: float = 8e-4  # peak learning rate of AdamW; falls linearly to 0
     warmup: int = 5  # iterations in which the learning rate climbs to its peak
-    adam_eps: float = 1e-4  # Adam's epsilon; weights of tiny, noisy gradients move less
-    kl_target: float = 0.0  # KL in nats that an adaptive beta steers to; 0: beta stays
-    ref_update_every: int = 0  # iterations after which the policy replaces ref; 0: never
+    adam_eps: float = 1e-4  # Adam's epsilon; weights with tiny, noisy gradients move less
+    kl_target: float = 0.0  # KL in nats to which beta is adapted; 0: beta is fixed
+    ref_update_every: int = 0  # every so many iterations ref becomes a copy of the policy; 0: never
     models: str = ""  # folder of sft.pt and rm.pt; if empty, --out, or the folder above
     policy: str = ""  # checkpoint to start from, out/ppo.pt for a second round; sft.pt otherwise
-    reward: str = ""  # module:function, (prompts, responses) -> scores, instead of the reward model
+    reward: str = ""  # module:function, (prompts, responses), lists of texts -> list of numbers
     no_report: bool = False  # end without measuring the result on the validation prompts
 
 
@@ -52,9 +52,9 @@ def train(
         center_values(policy, rollout(policy, ref, score, prompts[: config.batch_size], config))
 
     for step in run.steps():
-        questions = run.batch(prompts, config.batch_size // config.k)
-        questions = [prompt for prompt in questions for _ in range(config.k)]
-        batch = rollout(policy, ref, score, questions, config)  # phases 1 and 2
+        some = run.batch(prompts, config.batch_size // config.k)
+        some = [prompt for prompt in some for _ in range(config.k)]  # k responses to each
+        batch = rollout(policy, ref, score, some, config)  # phases 1 and 2
         batch |= compute_advantages(batch, config)  # phase 3
         stats = ppo_update(policy, optimizer, batch, config, loss)  # phase 4
         stats |= batch_metrics(batch, config)

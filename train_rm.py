@@ -58,7 +58,7 @@ def train():
         run.end_step(stats, batch)  # validates now and then, and keeps the best weights
 
     figures = run.load_best()
-    normalise(model, sft, prompts, config)
+    normalise(model, sft, prompts, config)  # mean, std and cap, from answers of the SFT model
     run.finish(**figures)
     right, error = 100 * figures["val_accuracy"], 100 * figures["val_accuracy_se"]
     print(f"{right:.1f} % ± {error:.1f} of the validation pairs right")

@@ -13,15 +13,15 @@ from pathlib import Path
 from data.rows import read_rows
 from data.zoo import write_data
 from minippo import GPTConfig, backward, evaluate_actions, gradient_step, masked_mean
-from plumbing.models import new_model, nats_of
+from plumbing.models import new_model, nll
 from plumbing.run import FitConfig, Run, adamw
 from plumbing.settings import read_flags, script
 from plumbing.text import by_length, completion_tokens, encode_rows, pad_completions, read_ids
 
 
 @dataclass
-class TrainConfig(GPTConfig, FitConfig):
-    lr: float = 3e-3  # peak learning rate of AdamW; it falls linearly to 0
+class TrainConfig(GPTConfig, FitConfig):  # FitConfig: steps, batch_size, ..., in plumbing/run.py
+    lr: float = 3e-3  # peak learning rate of AdamW; falls linearly to 0
     init: str = ""  # gpt2, gpt2-medium, -large, -xl or a folder: its weights, vocabulary and size
 
 
@@ -65,7 +65,7 @@ def train():
 
 def validate(model, rows, size):
     """The loss, a mean over all tokens of the completions. size: rows in memory at once."""
-    return {"val_loss": nats_of(model, rows, size).sum().item() / completion_tokens(rows)}
+    return {"val_loss": nll(model, rows, size).sum().item() / completion_tokens(rows)}
 
 
 if __name__ == "__main__":

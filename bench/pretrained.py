@@ -5,8 +5,8 @@
     python -m bench.pretrained stages DATA     half an hour: SFT, reward model, PPO
     python -m bench.pretrained speed DATA      then: PPO timed, with --trl that of TRL
 
-DATA: a folder of data/rt_polarity.py. The judge, a naive Bayes classifier, learns from a third of the
-pairs, which no stage sees: what share of texts is favourable? A run writes a row of the tables.
+DATA: a folder of data/rt_polarity.py. The judge, a naive Bayes classifier, learns from a third of
+the pairs, which no stage sees: what share of texts is favourable? A run writes a row of the tables.
 OMP_NUM_THREADS=1 for rows to compare.
 """
 
@@ -95,7 +95,8 @@ def normalised(score, policy, prompts, length):
 
 
 def models_of(mode, data, out, pairs, aside, texts):
-    """-> the model that PPO starts from, its tokenizer, and a score; stages 1 and 2 are made once."""
+    """-> the model that PPO starts from, its tokenizer, and a score; stages 1 and 2 are made
+    once."""
     if mode == "lexicon":
         model, tokenizer = load_base()
         return model, tokenizer, hf.text_score(tokenizer, texts, lexicon)

@@ -5,9 +5,9 @@
     python -m bench.results neighbours    PPO beside variations/ and TRL (trl==1.12.0), on three
     python -m bench.results sums          PPO, RLOO and GRPO on examples/sums.py, on three
 
-Runs what is missing in out/results, or of another commit or machine, and writes the tables. A run is
-a process of the real script with one thread; then train_ppo.py measures its policy, at the default's
-settings, whatever it was trained with. If interrupted, the same command goes on.
+Runs what is missing in out/results, or of another commit or machine, and writes the tables. A run
+is a process of the real script with one thread; then train_ppo.py measures its policy, at the
+default's settings, whatever it was trained with. If interrupted, the same command goes on.
 """
 
 import json
@@ -28,7 +28,7 @@ from data.zoo import write_data
 from examples.sums import make_rows
 from minippo import PPOConfig
 from plumbing.models import load_models
-from plumbing.report import PROMPTS, Ruler, optimal_objective
+from plumbing.report import PROMPTS, Evaluator, optimal_objective
 from plumbing.settings import read_flags, script
 from plumbing.text import read_prompts
 
@@ -170,7 +170,7 @@ def optima(seed):
     prompts, rows = read_prompts(ZOO, "val", tokenizer, ref.config.context), {}
     torch.manual_seed(seed)
     prompts = [prompts[i] for i in torch.randperm(len(prompts))[:PROMPTS]]
-    reference = Ruler(ref, score, tokenizer, prompts, config).reference
+    reference = Evaluator(ref, score, tokenizer, prompts, config).reference
     scores = reference["score"].double()
     for beta in BETAS:
         weights = torch.softmax(scores / beta, 1)

@@ -2,9 +2,9 @@
 
     python -m bench.tables      writes the tables into RESULTS.md, and prints them all
 
-results.json is {section: {name: figures}}, with four digits. A figure is a number or [mean, standard
-error]. The section "made" says which others are of which commit and machine. In RESULTS.md a table
-stands between <!-- section --> and <!-- /section -->.
+results.json is {section: {name: figures}}, with four digits. A figure is a number or [mean,
+standard error]. The section "made" says which others are of which commit and machine. In RESULTS.md
+a table stands between <!-- section --> and <!-- /section -->.
 """
 
 import json
@@ -73,7 +73,8 @@ def dumps(results):
 
 
 def cell(x):
-    """A number with three digits; [mean, error] with as many as the error leaves; a count; flags."""
+    """A number with three digits; [mean, error] with as many as the error leaves; a count;
+    flags."""
     if isinstance(x, str):
         return f"`{x}`" if x else ""
     mean, error = x if isinstance(x, list) else (x, None)

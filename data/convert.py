@@ -14,8 +14,8 @@ a row means, so a file with these keys is refused.
 
 A chat is a list of messages {"role": ..., "content": ...}. The last one, by the assistant, is the
 answer, and those before are the prompt, "User: ...\\nAssistant:". Or it is a transcript, one string
-"\\n\\nHuman: ...\\n\\nAssistant: ...": the prompt ends with the last "\\n\\nAssistant:". An answer gets a
-leading space where neither the prompt ends nor the answer begins with white space.
+"\\n\\nHuman: ...\\n\\nAssistant: ...": the prompt ends with the last "\\n\\nAssistant:". An answer
+gets a leading space where neither the prompt ends nor the answer begins with white space.
 
 A row is skipped and counted if the prompt or an answer is empty, the answers are equal, a chat
 cannot be cut like that, or the same row came before. Any other fault ends the run before anything

@@ -4,8 +4,8 @@
     pref_train.jsonl, pref_val.jsonl          prompt, chosen, rejected
     prompts_train.jsonl, prompts_val.jsonl    prompt
 
-Without a val file, some prompts of the train file are held out. Without sft files the chosen answers
-serve, without prompts files the prompts of the pairs or of the demonstrations.
+Without a val file, some prompts of the train file are held out. Without sft files the chosen
+answers serve, without prompts files the prompts of the pairs or of the demonstrations.
 """
 
 import hashlib
@@ -25,8 +25,9 @@ SHARE = 0.05  # of the prompts are held out
 
 
 def held_out(prompts, share=SHARE):
-    """-> the set of those to validate on. A hash decides: the same in every file, in any order. (But
-    where 0 < share < 1, one prompt at least is held out and one at least is not, if there are two.)
+    """-> the set of those to validate on. A hash decides: the same in every file, in any order.
+    (But where 0 < share < 1, one prompt at least is held out and one at least is not, if there are
+    two.)
     """
 
     def place(prompt):  # from 0 to 1

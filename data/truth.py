@@ -1,4 +1,5 @@
-"""What is known of the zoo's truth: the grades of its judge, and the limits that no model can pass."""
+"""What is known of the zoo's truth: the grades of its judge, and the limits that no model can
+pass."""
 
 import math
 

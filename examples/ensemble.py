@@ -43,7 +43,8 @@ def scores(tokens, mask, config):
 @functools.cache
 @torch.random.fork_rng()  # so that a resumed run draws the same random numbers
 def members(folder, device):
-    """The reward models of folder/ensemble; UserError if there are none, or of another SFT model."""
+    """The reward models of folder/ensemble; UserError if there are none, or of another SFT
+    model."""
     paths = sorted(folder.glob("ensemble/*/rm.pt"))
     members = [load_checkpoint(path, ["rm"], device) for path in paths]
     if {figures["sft"] for *_, figures in members} != {fingerprint(folder / "sft.pt")}:

@@ -1,4 +1,5 @@
-"""When one machine is too small: the same models, prompts and scores under TRL's GRPO trainer, in several processes.
+"""When one machine is too small: the same models, prompts and scores under TRL's GRPO trainer, in
+several processes.
 
     torchrun --nproc_per_node 2 -m examples.outgrow    after pip install trl==1.12.0
 

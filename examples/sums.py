@@ -6,9 +6,10 @@
     python sample.py out/sums/ppo.pt "23 + 48 ="
 
 The first command writes demonstrations of sums of two numbers below 100. Two in five are right; the
-others are off by 1, 2, 9, 10 or 11, up or down. SFT imitates them, errors included. The reward is 1 for the
-right sum and 0 for any other text, so there is no reward model to train, and nothing to hack. One
-addition in ten is in the validation files alone: the report tells whether PPO has learned to add.
+others are off by 1, 2, 9, 10 or 11, up or down. SFT imitates them, errors included. The reward is 1
+for the right sum and 0 for any other text, so there is no reward model to train, and nothing to
+hack. One addition in ten is in the validation files alone: the report tells whether PPO has learned
+to add.
 """
 
 import random

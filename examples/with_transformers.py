@@ -20,7 +20,7 @@ Reward model  AutoModelForSequenceClassification.from_pretrained(the SFT model's
               fit(classifier, encode_rows(tokenizer, pairs), rm_loss, lr)
 LoRA          a model of peft.get_peft_model(); the reference is the model without the adapter
 RLOO, GRPO    Settings and algorithm=(compute_advantages, loss) of variations/rloo.py
-Going on      save policy.value_head.state_dict(), too; load it, and set policy.reference =
+Resuming      save policy.value_head.state_dict(), too; load it, and set policy.reference =
               reference_of(Policy(the SFT model, tokenizer)), or reference_of(policy) with LoRA
 Memory        bfloat16=True; PPOConfig's micro_batch; model.gradient_checkpointing_enable()
 generate()    of transformers draws from the same distribution only with top_k=0
@@ -202,7 +202,7 @@ def text_score(tokenizer, prompts, reward):
     by_ids = {}
     for prompt in prompts:
         other = by_ids.setdefault(tuple(encode(tokenizer, prompt)), prompt) != prompt
-        refuse(other, f"leave {prompt!r} out: another prompt has its tokens")
+        refuse(other, f"leave {prompt!r} out: another prompt has the same tokens")
 
     def score(tokens, mask):
         originals, texts = [], []

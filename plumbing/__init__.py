@@ -1,5 +1,5 @@
-"""Support code for the scripts; nothing here teaches RLHF. Seven modules, each of which imports only
-from those above it (models imports hf where it reads a GPT-2):
+"""Support code for the scripts; nothing here teaches RLHF. Seven modules, each of which imports
+only from those above it (models imports hf where it reads a GPT-2):
 
 settings   flags from the command line, and errors in one line
 text       tokenizer, rows as token ids, padding

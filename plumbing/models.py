@@ -15,7 +15,7 @@ from minippo import row_lengths
 from plumbing.text import Tokenizer, in_parts, pad_completions, spread_over, texts_of
 
 ANSWERS = 2048  # of the SFT model, that set the scale of the scores
-LARGEST_SCORE = 1e6  # with far larger ones the loss is no number
+LARGEST_SCORE = 1e6  # with far larger ones the loss is NaN
 MAKER = {"sft": "train_sft.py", "rm": "train_rm.py", "ppo": "train_ppo.py"}
 
 
@@ -63,7 +63,7 @@ def load_checkpoint(path, kinds, device="cpu"):
 
 
 def fingerprint(path):
-    """A few letters that change with the bytes of a file."""
+    """A short hash of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
@@ -81,8 +81,8 @@ def sources(config):
 
 
 def new_model(config, rows):
-    """A GPT with random weights and a vocabulary learned from rows of texts; with config.init, a GPT-2
-    -> model, tokenizer."""
+    """A GPT with random weights and a vocabulary learned from rows of texts; with config.init, a
+    GPT-2 -> model, tokenizer."""
     shape = GPTConfig(**{field.name: getattr(config, field.name) for field in fields(GPTConfig)})
     if not config.init:
         tokenizer = Tokenizer.train((text for row in rows for text in row), shape.vocab_size)
@@ -161,8 +161,8 @@ def load_function(name):
 
 
 def text_reward(function, tokenizer, config):
-    """A function of lists of prompts and responses, (texts, texts) -> numbers, as score(tokens, mask)
-    -> (B,). One with the attribute `reads_tokens` is given tokens, mask, and the settings."""
+    """A function of lists of prompts and responses, (texts, texts) -> numbers, as score(tokens,
+    mask) -> (B,). One with the attribute `reads_tokens` is given tokens, mask, and the settings."""
     if getattr(function, "reads_tokens", False):
         return lambda tokens, mask: function(tokens, mask, config)
 
@@ -183,9 +183,9 @@ def text_reward(function, tokenizer, config):
 
 
 @torch.no_grad()
-def nats_of(model, rows, size):
-    """(prompt, completion) as ids -> -log pi of each whole completion: (rows,). size: rows in memory
-    at once."""
+def nll(model, rows, size):
+    """(prompt, completion) as ids -> -log pi of each whole completion: (rows,). size: rows in
+    memory at once."""
     nats = []
     for part in in_parts(rows, size):
         tokens, mask = pad_completions(part, model.lm_head.weight.device)

@@ -18,8 +18,8 @@ LIKELY = 3  # next tokens shown in a state
 
 @torch.no_grad()
 def likely_tokens(models, tokens, mask, temperature, spell):
-    """In the state of each action of a row, tokens (T,) and mask (T-1,): the likeliest next tokens by
-    the first of the models, which sampled the row, and the action -> a list of [text, its
+    """In the state of each action of a row, tokens (T,) and mask (T-1,): the likeliest next tokens
+    by the first of the models, which sampled the row, and the action -> a list of [text, its
     probability by each model] for each action."""
     hidden = [model.hidden(tokens[None, :-1])[0][0, mask] for model in models]  # (N, C) each
     logits = [at_least_float32(x.lm_head(h)) / temperature for x, h in zip(models, hidden)]
@@ -34,9 +34,10 @@ def likely_tokens(models, tokens, mask, temperature, spell):
 
 @torch.no_grad()
 def trace_responses(batch, policy_before, ref_before, policy, tokenizer, temperature):
-    """Some responses of a batch, from the lowest score to the highest, token by token: the numbers of
-    the rollout, the policy's log-probabilities after the update, and the tokens that are likely under
-    the policy before the update, the reference at that time, and the policy after the update."""
+    """Some responses of a batch, from the lowest score to the highest, token by token: the numbers
+    of the rollout, the policy's log-probabilities after the update, and the tokens that are likely
+    under the policy before the update, the reference at that time, and the policy after the
+    update."""
     order = batch["scores"].argsort(stable=True)
     rows = order[torch.linspace(0, len(order) - 1, min(RESPONSES, len(order))).long()]
     batch = {name: x[rows] for name, x in batch.items()}
@@ -62,7 +63,7 @@ def faults(stats, kl):
     """What is wrong with an iteration -> {kind: sentence}. kl: of each response."""
     mean, error = kl.mean().item(), kl.std(correction=0).item() / math.sqrt(len(kl))
     wrong = {}
-    if len(kl) < 16:  # few, whose means are not relied on
+    if len(kl) < 16:  # too few for a reliable mean
         return wrong
     if mean < -4 * error - 1e-4:
         wrong["sign"] = f"KL {mean:.3f} ± {error:.3f} is below 0: sampling and scoring disagree"

@@ -2,8 +2,9 @@
 
 The report measures a finished policy. For a fixed reference, reward and beta, the best policy is
 known: pi*(y | x) ~ ref(y | x) exp(r(x, y) / beta) (Korbak et al., arXiv:2205.11275). So samples of
-the reference alone tell how well that policy does, and how well any policy could do. All is measured
-on validation prompts, with fresh samples; errors treat these prompts as a random sample of all.
+the reference alone tell how well that policy does, and how well any policy could do. All is
+measured on validation prompts, with fresh samples; errors treat these prompts as a random sample of
+all.
 """
 
 import json
@@ -16,7 +17,7 @@ from data.rows import load_rows
 from data.truth import entropies, judge_of, margins
 from minippo import draw, evaluate_actions, gather_logprobs, generate, kl_per_response, rollout
 from minippo import row_lengths
-from plumbing.models import load_checkpoint, load_sft, nats_of
+from plumbing.models import load_checkpoint, load_sft, nll
 from plumbing.page import strict
 from plumbing.text import encode_rows, in_parts, pad, read_prompts, texts_of
 
@@ -80,7 +81,8 @@ def check_start(policy, ref, score, prompts, config):
 
 
 def optimal_objective(scores, kl_coef):
-    """The largest E[r] - beta KL of any policy: scores (P, M), M reference samples a prompt -> (P,).
+    """The largest E[r] - beta KL of any policy: scores (P, M), M reference samples a prompt ->
+    (P,).
 
     J*(x) = beta log E_ref[exp(r / beta)], with the mean over the samples for E. Rare answers of a
     high score are missing, so optimality, which is measured against it, is a little too high.
@@ -126,8 +128,9 @@ def distinct(texts, n):
     return torch.tensor([len({*texts[i : i + size]}) / size for i in range(0, len(texts), n)])
 
 
-class Ruler:
-    """Prompts (lists of ids), and the reference's answers to them: what policies are compared to."""
+class Evaluator:
+    """Prompts (lists of ids), and the reference's answers to them: what policies are compared
+    to."""
 
     def __init__(self, ref, score, tokenizer, prompts, config):
         self.ref, self.score, self.tokenizer = ref, score, tokenizer
@@ -156,7 +159,8 @@ class Ruler:
         return measured, texts
 
     def figures(self, measured, texts, rows=slice(None)):
-        """What sample() has returned -> {name: mean, name_se: error}, over the prompts in `rows`."""
+        """What sample() has returned -> {name: mean, name_se: error}, over the prompts in
+        `rows`."""
         figures, n = {}, measured["score"].shape[1]
         for name, x in (measured | {"distinct": distinct(texts, n)}).items():
             figures |= estimate(name, x[rows])
@@ -166,7 +170,7 @@ class Ruler:
         return figures
 
     def best_of(self, n):
-        """The best of n answers of the reference; of its KL, a bound."""
+        """The best of n answers of the reference; its KL is an upper bound."""
         figures = {}
         for name, x in self.reference.items():
             figures |= estimate(name, best_of_n(self.reference["score"], x, n))
@@ -181,9 +185,9 @@ class Ruler:
     def suspects(self, measured, texts):
         """Which responses look like reward hacking? The count, and the best of three prompts.
 
-        A response is suspicious if its score is above all M of the reference (none is if one of these
-        is at the cap) and its KL above log M (the reference says it less than once in M times) and
-        twice the median.
+        A response is suspicious if its score is above all M of the reference (none is if one of
+        these is at the cap) and its KL above log M (the reference says it less than once in M
+        times) and twice the median.
         """
         score, kl = measured["score"], measured["kl"]
         far = kl > max(math.log(REFERENCE), 2 * kl.median().item())
@@ -212,47 +216,50 @@ def report(run, score, trained_on):
 
 def make_report(run, score, trained_on, prompts):
     prompts = [prompts[i] for i in torch.randperm(len(prompts))[:PROMPTS]]
-    ruler = Ruler(load_sft(run.config)[0], score, run.tokenizer, prompts, run.config)
-    before, after = (ruler.reference, ruler.reference_texts), ruler.sample(run.model, SAMPLES)
-    sft, rm = stages_before(ruler)
+    evaluator = Evaluator(load_sft(run.config)[0], score, run.tokenizer, prompts, run.config)
+    before, after = (
+        (evaluator.reference, evaluator.reference_texts),
+        evaluator.sample(run.model, SAMPLES),
+    )
+    sft, rm = stages_before(evaluator)
     report = {
         "beta": run.config.kl_coef,
-        "sft": sft | ruler.figures(*before),
+        "sft": sft | evaluator.figures(*before),
         "rm": rm,
-        "best_of_n": {str(n): ruler.best_of(n) for n in BEST_OF},
-        "policy": ruler.figures(*after),
-        "suspects": ruler.suspects(*after),
+        "best_of_n": {str(n): evaluator.best_of(n) for n in BEST_OF},
+        "policy": evaluator.figures(*after),
+        "suspects": evaluator.suspects(*after),
         "samples": [
-            {"prompt": question, "sft": ruler.answer(*before, i * REFERENCE)}
-            | {"policy": ruler.answer(*after, i * SAMPLES)}
-            for i, question in enumerate(ruler.questions[:6])
+            {"prompt": question, "sft": evaluator.answer(*before, i * REFERENCE)}
+            | {"policy": evaluator.answer(*after, i * SAMPLES)}
+            for i, question in enumerate(evaluator.questions[:6])
         ],
     }
     seen = set(map(tuple, trained_on))
     seen = torch.tensor([tuple(prompt) in seen for prompt in prompts])
     if seen.any() and not seen.all():
         for kind, rows in (("seen", seen), ("unseen", ~seen)):
-            report[kind] = ruler.figures(*after, rows) | {"prompts": int(rows.sum())}
+            report[kind] = evaluator.figures(*after, rows) | {"prompts": int(rows.sum())}
     report["table"], report["notes"] = table(report), list(notes(report))
     return report
 
 
 @torch.no_grad()
-def stages_before(ruler):
+def stages_before(evaluator):
     """Figures of the SFT model and the reward model (if one gave the scores): those of their files,
     and, where the truth is known, how far they are from the best that is possible: row by row, so
     that luck cancels out."""
-    config, size = ruler.config, ruler.config.micro_batch or 64
+    config, size = evaluator.config, evaluator.config.micro_batch or 64
     _, _, sft = load_checkpoint(config.models / "sft.pt", ["sft"])
-    rows, entropy = known_rows(ruler, "sft", entropies)
+    rows, entropy = known_rows(evaluator, "sft", entropies)
     if rows:
         tokens = sum(len(ids) for _, ids in rows) / len(rows)  # in a row
-        excess = nats_of(ruler.ref, rows, size).cpu() - entropy
+        excess = nll(evaluator.ref, rows, size).cpu() - entropy
         sft |= estimate("above_entropy", excess / tokens)
     if config.reward:
         return sft, {}
     model, _, rm = load_checkpoint(config.models / "rm.pt", ["rm"], config.device)
-    rows, margin = known_rows(ruler, "pref", margins)
+    rows, margin = known_rows(evaluator, "pref", margins)
     if rows:
         scores = []
         for part in in_parts([row[0] + row[i] for row in rows for i in (1, 2)], size):
@@ -263,12 +270,12 @@ def stages_before(ruler):
     return sft, rm
 
 
-def known_rows(ruler, task, truth):
+def known_rows(evaluator, task, truth):
     """The validation rows of a task as ids, and what truth(rows) says of each; None, None unless it
     knows all, and all fit into the context."""
-    path, eos = ruler.config.data / f"{task}_val.jsonl", ruler.tokenizer.eos
+    path, eos = evaluator.config.data / f"{task}_val.jsonl", evaluator.tokenizer.eos
     if path.exists() and (numbers := truth(rows := load_rows(path, task))):
-        encoded = encode_rows(rows, ruler.tokenizer, ruler.ref.config.context)
+        encoded = encode_rows(rows, evaluator.tokenizer, evaluator.ref.config.context)
         if sum(all(ids[-1] == eos for ids in row[1:]) for row in encoded) == len(rows):
             return encoded, torch.tensor(numbers)
     return None, None

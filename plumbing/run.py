@@ -69,9 +69,9 @@ class Run:
     """The steps of a run, one after the other, also across interruptions.
 
     kind: "sft", "rm" or "ppo". data: lists in any depth, which must be the same when the run goes
-    on, as the settings must. ref: the reference of PPO, saved too if it moves. validate(model, rows,
-    size) -> figures, "val_loss" among them, for some of val_rows, `size` in memory at once: called
-    ten times in a run, and the weights of the lowest loss are kept.
+    on, as the settings must. ref: the reference of PPO, saved too if it moves. validate(model,
+    rows, size) -> figures, "val_loss" among them, for some of val_rows, `size` in memory at once:
+    called ten times in a run, and the weights of the lowest loss are kept.
     """
 
     def __init__(
@@ -158,8 +158,8 @@ class Run:
             sys.exit()
 
     def steps(self):
-        """Yield the steps that are still to be made. After Ctrl-C or SIGTERM the loop ends its step,
-        saves and stops."""
+        """Yield the steps that are still to be made. After Ctrl-C or SIGTERM the loop ends its
+        step, saves and stops."""
         self.began = time.perf_counter() - self.seconds
         self.shown, self.saved, self.saving = self.began, -math.inf, 0.0  # the first step is saved
         self.page_written, self.interrupted, self.warned = time.perf_counter(), False, set()
@@ -185,8 +185,8 @@ class Run:
         print("stopping after this step", flush=True)
 
     def batch(self, rows, size):
-        """Rows for this step: in each pass every row comes once, in random order, and a batch may go
-        on from one pass into the next."""
+        """Rows for this step: in each pass every row comes once, in random order, and a batch may
+        go on from one pass into the next."""
         places = [divmod(self.step * size + i, len(rows)) for i in range(size)]
         for epoch in {epoch for epoch, _ in places} - self.orders.keys():
             rng = np.random.default_rng([self.config.seed, epoch])

@@ -86,7 +86,8 @@ def explanations(settings):
 
 
 def prepare(config):
-    """The folders as paths, the device, the seed. UserError where the machine has no such device."""
+    """The folders as paths, the device, the seed. UserError where the machine has no such
+    device."""
     if config.resume and config.overwrite:
         raise UserError("--resume continues a run, --overwrite starts over: give one of them")
     if not config.out:

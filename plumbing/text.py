@@ -1,8 +1,8 @@
 """Text as token ids, and back: the tokenizer, the rows of a data folder as ids, padding.
 
-Byte-pair encoding (BPE; Sennrich et al., arXiv:1508.07909, on bytes as in GPT-2) learns a vocabulary
-from the data at hand: start from the 256 single bytes; again and again make the most frequent pair
-of neighbours one new token.
+Byte-pair encoding (BPE; Sennrich et al., arXiv:1508.07909, on bytes as in GPT-2) learns a
+vocabulary from the data at hand: start from the 256 single bytes; again and again make the most
+frequent pair of neighbours one new token.
 """
 
 import math
@@ -23,7 +23,8 @@ LONGEST_TOKEN, LONGEST_WORD = 64, 20_000  # characters; tiktoken fails at a mill
 
 
 def join_pairs(parts, new):
-    """Join each pair of neighbours that spells `new`, from left to right: [a, b, c], ab -> [ab, c]."""
+    """Join each pair of neighbours that spells `new`, from left to right: [a, b, c], ab -> [ab,
+    c]."""
     joined = []
     for part in parts:
         if joined and joined[-1] + part == new:
@@ -109,8 +110,8 @@ def texts_of(tokenizer, tokens, mask):
 def encode_rows(rows, tokenizer, context):
     """Rows of a prompt and completions -> the same as lists of ids; says what was skipped or cut.
 
-    Prompt and completions are encoded apart, so that no token crosses the border; a completion gets
-    its end token. A completion that does not fit is cut, and has no end.
+    Prompt and completions are encoded apart, so that no token crosses the boundary; a completion
+    gets its end token. A completion that does not fit is cut, and has no end.
     """
     encoded, notes, longest = [], Counter(), 0
     for texts in rows:

@@ -19,8 +19,8 @@ from data.rows import load_rows
 from data.truth import entropies, margins
 from minippo import GPTConfig, PPOConfig, frozen_copy
 from plumbing import page, report
-from plumbing.models import load_checkpoint, load_models, nats_of
-from plumbing.report import Ruler, best_of_n, distinct, estimate, optimal_objective, optimality
+from plumbing.models import load_checkpoint, load_models, nll
+from plumbing.report import Evaluator, best_of_n, distinct, estimate, optimal_objective, optimality
 from plumbing.text import Tokenizer, encode_rows, read_prompts
 from tiny import EOS, assert_equal, f64, nan, noise, stir, tiny_gpt
 from train_ppo import Settings, TrainConfig
@@ -72,7 +72,7 @@ def test_optimality_is_a_ratio_of_means_with_the_error_of_a_ratio():
     assert optimality(J_best, J_sft, J_sft) == {}  # the scores do not differ
 
 
-# The ruler, on tiny models
+# The evaluator, on tiny models
 
 PROMPTS = [[1], [2, 3], [4, 5, 6]]
 
@@ -81,28 +81,28 @@ def grade(prompt, response):
     return 10.0 * len(prompt) + len(response)
 
 
-def ruler_of(monkeypatch, folder="zoo", beta=0.5):
+def evaluator_of(monkeypatch, folder="zoo", beta=0.5):
     monkeypatch.setattr(report, "judge_of", {"zoo": grade}.get)
     ref, tokenizer = tiny_gpt(), Tokenizer([bytes([65 + i]) for i in range(EOS)])
     config = PPOConfig(5, length_penalty=0.25, missing_eos_penalty=0.5, kl_coef=beta)
     config.data = folder
-    return Ruler(ref, lambda x, mask: x.sum(1) + mask.sum(1), tokenizer, PROMPTS, config)
+    return Evaluator(ref, lambda x, mask: x.sum(1) + mask.sum(1), tokenizer, PROMPTS, config)
 
 
 def test_every_response_is_measured_by_its_definition_in_pieces_too(monkeypatch):
     sizes, rollout = [], report.rollout
     monkeypatch.setattr(report, "rollout", lambda *x: sizes.append(len(x[3])) or rollout(*x))
-    ruler = ruler_of(monkeypatch)
-    ruler.config.micro_batch = 5
-    policy, ref = stir(tiny_gpt(), 0.1), ruler.ref
-    measured, texts = ruler.sample(policy, 4)
-    assert sizes == [512, 64, 5, 5, 2] and ruler.reference["score"].shape == (3, 192)
+    evaluator = evaluator_of(monkeypatch)
+    evaluator.config.micro_batch = 5
+    policy, ref = stir(tiny_gpt(), 0.1), evaluator.ref
+    measured, texts = evaluator.sample(policy, 4)
+    assert sizes == [512, 64, 5, 5, 2] and evaluator.reference["score"].shape == (3, 192)
     for i, text in enumerate(texts):
         row, prompt = {name: x.flatten()[i].item() for name, x in measured.items()}, PROMPTS[i // 4]
         shown = {"text": text} | {name: row[name] for name in ("judge", "score", "kl")}
-        assert ruler.answer(measured, texts, i) == shown
+        assert evaluator.answer(measured, texts, i) == shown
         ids = [ord(c) - 65 for c in text] + [EOS] * round(row["eos_rate"])
-        kl = nats_of(ref, [(prompt, ids)], 1) - nats_of(policy, [(prompt, ids)], 1)
+        kl = nll(ref, [(prompt, ids)], 1) - nll(policy, [(prompt, ids)], 1)
         expected = {"judge": grade(prompt, text), "eos_rate": float(ids[-1] == EOS)}
         expected["score"] = sum(prompt + ids) + 0.75 * len(ids) - 0.5 * (ids[-1] != EOS)
         expected |= {"kl": kl.item(), "response_length": len(ids)}
@@ -111,37 +111,37 @@ def test_every_response_is_measured_by_its_definition_in_pieces_too(monkeypatch)
 
 
 def test_figures_are_means_over_prompts_and_the_reference_has_optimality_0(monkeypatch):
-    ruler = ruler_of(monkeypatch)
-    same = ruler.figures(ruler.reference, ruler.reference_texts)
+    evaluator = evaluator_of(monkeypatch)
+    same = evaluator.figures(evaluator.reference, evaluator.reference_texts)
     assert same["kl"] == same["kl_se"] == same["optimality"] == same["optimality_se"] == 0
-    measured, texts = ruler.sample(stir(tiny_gpt(), 0.1), 4)
+    measured, texts = evaluator.sample(stir(tiny_gpt(), 0.1), 4)
     rows = torch.tensor([True, False, True])
-    sft, expected = ruler.reference["score"], {}
+    sft, expected = evaluator.reference["score"], {}
     for name, x in (measured | {"distinct": distinct(texts, 4)}).items():
         expected |= estimate(name, x[rows])
     J, best = measured["score"] - 0.5 * measured["kl"], optimal_objective(sft, 0.5)
     expected |= optimality(J[rows], sft[rows], best[rows])
-    assert ruler.figures(measured, texts, rows) == pytest.approx(expected, abs=1e-5)
+    assert evaluator.figures(measured, texts, rows) == pytest.approx(expected, abs=1e-5)
     expected = {"kl": math.log(16) - 15 / 16}
-    for name in ruler.reference.keys() - {"kl"}:
-        expected |= estimate(name, best_of_n(sft, ruler.reference[name], 16))
-    assert ruler.best_of(16) == expected
-    ruler = ruler_of(monkeypatch, "other", beta=0.0)
-    measured, texts = ruler.sample(ruler.ref, 2)
-    assert not {"optimality", "judge"} & ruler.figures(measured, texts).keys()
+    for name in evaluator.reference.keys() - {"kl"}:
+        expected |= estimate(name, best_of_n(sft, evaluator.reference[name], 16))
+    assert evaluator.best_of(16) == expected
+    evaluator = evaluator_of(monkeypatch, "other", beta=0.0)
+    measured, texts = evaluator.sample(evaluator.ref, 2)
+    assert not {"optimality", "judge"} & evaluator.figures(measured, texts).keys()
 
 
 def test_an_answer_is_suspect_with_a_score_above_the_reference_and_a_kl_far_from_it(monkeypatch):
     monkeypatch.setattr(report, "REFERENCE", 8)  # log 8 = 2.08
-    ruler = Ruler.__new__(Ruler)
-    ruler.questions = ["a?", "b?", "c?", "d?", "a?"]
-    ruler.reference = {"score": f64([[0, 2]] * 5)}
+    evaluator = Evaluator.__new__(Evaluator)
+    evaluator.questions = ["a?", "b?", "c?", "d?", "a?"]
+    evaluator.reference = {"score": f64([[0, 2]] * 5)}
     score = f64([[7, 9, 9], [2, 4, 9], [2.5, 1, 1], [9, 5, 1], [8, 1, 1]])
     a, b, c, d = (8, 9, "a?", "12"), (4, 9, "b?", "4"), (2.5, 9, "c?", "6"), (5, 2.2, "d?", "10")
     for m, count, best in ((1.0, 5, [a, d, b]), (1.5, 3, [a, b, c])):  # m: the median
         kl = f64([[2.2, m, 2.05], [9, 9, m], [9, m, m], [m, 2.2, m], [9, m, m]])
         rows = [{"prompt": q, "text": x, "score": s, "kl": k} for s, k, q, x in best]
-        suspects = ruler.suspects({"score": score, "kl": kl}, [str(i) for i in range(15)])
+        suspects = evaluator.suspects({"score": score, "kl": kl}, [str(i) for i in range(15)])
         assert suspects == {"count": count, "examples": rows}
 
 
@@ -181,23 +181,26 @@ def test_the_report_holds_what_ruler_and_truth_say_and_goes_with_its_policy(
     torch.manual_seed(3)
     prompts = [val[i] for i in torch.randperm(10)[:7]]
     ref = load_checkpoint(tmp_path / "sft.pt", ["sft"])[0]
-    ruler = Ruler(ref, score, run.tokenizer, prompts, run.config)
-    before, after = (ruler.reference, ruler.reference_texts), ruler.sample(run.model, 2)
+    evaluator = Evaluator(ref, score, run.tokenizer, prompts, run.config)
+    before, after = (evaluator.reference, evaluator.reference_texts), evaluator.sample(run.model, 2)
     figures = [load_checkpoint(tmp_path / f"{kind}.pt", [kind])[2] for kind in ("sft", "rm")]
-    expected = {"beta": 0.1, "policy": ruler.figures(*after), "rm": figures[1]}
-    expected |= {"sft": figures[0] | ruler.figures(*before)}
-    expected["best_of_n"] = {n: ruler.best_of(int(n)) for n in ("4", "16", "64")}
-    expected |= {"suspects": ruler.suspects(*after), "samples": []}
-    for i, prompt in enumerate(ruler.questions[:6]):
-        answers = {"sft": ruler.answer(*before, 64 * i), "policy": ruler.answer(*after, 2 * i)}
+    expected = {"beta": 0.1, "policy": evaluator.figures(*after), "rm": figures[1]}
+    expected |= {"sft": figures[0] | evaluator.figures(*before)}
+    expected["best_of_n"] = {n: evaluator.best_of(int(n)) for n in ("4", "16", "64")}
+    expected |= {"suspects": evaluator.suspects(*after), "samples": []}
+    for i, prompt in enumerate(evaluator.questions[:6]):
+        answers = {
+            "sft": evaluator.answer(*before, 64 * i),
+            "policy": evaluator.answer(*after, 2 * i),
+        }
         expected["samples"].append({"prompt": prompt} | answers)
     new = torch.tensor([x not in train for x in prompts])
     for kind, rows in (("unseen", new), ("seen", ~new)):
-        expected[kind] = ruler.figures(*after, rows) | {"prompts": int(rows.sum())}
+        expected[kind] = evaluator.figures(*after, rows) | {"prompts": int(rows.sum())}
 
     rows = {x: load_rows(data / f"{x}_val.jsonl", x) for x in ("sft", "pref")}
     ids = {x: encode_rows(rows[x], run.tokenizer, 48) for x in rows}
-    excess = nats_of(ref, ids["sft"], 64) - f64(entropies(rows["sft"]))
+    excess = nll(ref, ids["sft"], 64) - f64(entropies(rows["sft"]))
     excess *= 10 / sum(len(x) for _, x in ids["sft"])  # in nats per token
     a, b = pair_scores(load_checkpoint(tmp_path / "rm.pt", ["rm"])[0], ids["pref"])
     more = (f64(margins(rows["pref"])).sign() - (a - b).sign()) / 2
@@ -212,13 +215,13 @@ def test_the_report_holds_what_ruler_and_truth_say_and_goes_with_its_policy(
     everything = report.make_report(run, score, val, val)  # all prompts were trained on
     assert not {"seen", "unseen"} & everything.keys()
     run.config.reward = "other:score"
-    ruler.config = run.config
-    sft, rm = report.stages_before(ruler)
+    evaluator.config = run.config
+    sft, rm = report.stages_before(evaluator)
     assert "above_entropy" in sft and rm == {}
-    ruler.ref.config.context = 30  # a row does not fit whole
-    assert "above_entropy" not in report.stages_before(ruler)[0]
+    evaluator.ref.config.context = 30  # a row does not fit whole
+    assert "above_entropy" not in report.stages_before(evaluator)[0]
     (data / "sft_val.jsonl").unlink()
-    assert "above_entropy" not in report.stages_before(ruler)[0]
+    assert "above_entropy" not in report.stages_before(evaluator)[0]
 
 
 def test_no_text_steers_the_terminal_or_fills_it(capsys):

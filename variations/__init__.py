@@ -5,8 +5,9 @@ loss(policy, batch, config): a mean over the tokens of the batch. A file holds i
 of the two functions that differs from PPO's, and a last line that trains with them in the loop of
 train_ppo.py: python -m variations.rloo --k 8. It writes to out/rloo; -h lists its flags.
 
-The *expected step* of a loss is one plain gradient step on it as a sum, not a mean, averaged over
-all responses that could have been sampled: tests/test_variations.py computes it, to 1e-9.
+The *expected step* of a loss is the step of plain gradient descent on the summed, not averaged,
+loss, in the mean over all responses that could have been sampled: tests/test_variations.py computes
+it, to 1e-9.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,5 @@
-"""DPO, direct preference optimisation: from the pairs to the policy, without a reward model's scores.
+"""DPO, direct preference optimisation: from the pairs to the policy, without a reward model's
+scores.
 
     python -m variations.dpo           after train_sft.py and train_rm.py, on pref_train.jsonl
     python -m variations.dpo --ipo     with the loss of IPO
@@ -14,8 +15,8 @@ same x. So put this r into it, and train pi on the pairs (chosen, rejected). The
     DPO = -log sigmoid(beta * h)          Rafailov et al., arXiv:2305.18290, eq. 7
     IPO = (h - 1 / (2 beta))^2            Azar et al., arXiv:2310.12036, eq. 17: h has a target
 
-Scores have standard deviation 1, r does not: the same --kl_coef penalises differently. rm.pt and the
-samples are for the log and the report alone.
+Scores have standard deviation 1, r does not: the same --kl_coef penalises differently. rm.pt and
+the samples are for the log and the report alone.
 """
 
 from dataclasses import dataclass

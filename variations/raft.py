@@ -1,4 +1,5 @@
-"""RAFT, imitate the best of k: sample k responses to each prompt, train on the best one, and repeat.
+"""RAFT, imitate the best of k: sample k responses to each prompt, train on the best one, and
+repeat.
 
 RAFT (Dong et al., arXiv:2304.06767) is expert iteration (Anthony et al., arXiv:1705.08439) with k
 samples as the expert. For each prompt
