@@ -368,15 +368,14 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
 # Usually two answers to a prompt are sampled from the SFT model, and a person picks the better one.
 # (The default data come with simulated pairs.) Why pairs? People agree on which of two answers is
 # better more than on grades. Bradley and Terry (1952): a is preferred to b with probability
-# sigmoid(score(a) - score(b)). Only differences count: the zero of the scores is arbitrary. The loss
-# is -log of this probability. With a margin, score(a) - score(b), of 2, 0, -2, the loss is 0.13,
-# 0.69, 2.13.
+# sigmoid(score(a) - score(b)). Only differences count: the zero of the scores is arbitrary. The
+# loss is -log of this probability. With a margin, score(a) - score(b), of 2, 0, -2, the loss is
+# 0.13, 0.69, 2.13.
 #
 # Why a model? Nobody would grade all responses that PPO samples, 57,600 in train_ppo.py. These
 # differ from the answers in the pairs (*distribution shift*), so their scores may be wrong: too
-# high, for example, for long, flattering or evasive answers. Learning to
-# exploit this is *reward hacking*: the score rises, and the text gets worse. Hence the penalty on
-# the KL, and the cap.
+# high, for example, for long, flattering or evasive answers. Learning to exploit this is *reward
+# hacking*: the score rises, and the text gets worse. Hence the penalty on the KL, and the cap.
 
 
 def reward_model_loss(chosen_scores, rejected_scores):

@@ -17,7 +17,7 @@ CODE = "\n".join(path.read_text(encoding="utf-8") for path in FILES)
 COMMAND = r"(?m)(?:^    +|`)(?:\.venv/bin/)?(?:python3?|torchrun)(?: --\w+ \d+)* (?:-m "
 COMMAND += rf"((?:{'|'.join(FOLDERS)})\.\w+)|([\w/]+\.py))\b((?: [^\s`#|]+)*)"
 # Flags of other programs
-FOREIGN = {"--index", "--init_kl_coef", "--eps_clip", "--value_clip", "--nproc_per_node"}
+FOREIGN = {"--index", "--nproc_per_node"}
 
 
 def commands():
