@@ -408,8 +408,10 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #     logprobs, _, _ = evaluate_actions(policy, tokens, mask)
 #     loss = -(logprobs.sum(1) * score(tokens, mask)).mean()    # log p(y) is the sum of log pi
 #
-# What is never sampled gets no gradient: sampling is how the policy *explores*. Four changes lead
-# from here to PPO: the KL, returns, a baseline, and several gradient steps on one batch.
+# What is never sampled gets no gradient: sampling is how the policy *explores*, bad answers
+# included. The error of the mean shrinks with the root of the batch size only, so what follows
+# fights noise. Four changes lead from here to PPO: the KL, returns, a baseline, and several gradient
+# steps on one batch.
 #
 # The first change: the KL joins the reward. J has score - beta * (log p - log ref) in place of the
 # score. This contains log p, which has a gradient too, so the product rule gives one more term:
@@ -478,8 +480,9 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 # A baseline. What does not depend on the action may be subtracted from the return: on average it
 # changes nothing, because E[grad log pi] = 0. PPO subtracts the *value* V, the return to be
 # expected in this state. What is left is the *advantage* A: how much better than expected did this
-# action turn out? (It estimates Q - V, where Q is the return to be expected after the action.) The
-# value function is the *critic*, the policy the *actor*.
+# action turn out? (It estimates Q - V, where Q is the return to be expected after the action; no
+# second network is needed, because reward + next value estimates Q.) The value function is the
+# *critic*, the policy the *actor*.
 
 
 def gae(rewards, values, mask, gamma, lam):
