@@ -1,5 +1,7 @@
 """What bench/ starts, and the tables that come of it. Run: python -m pytest tests/test_bench.py"""
 
+import re
+
 import pytest
 import torch
 
@@ -128,3 +130,17 @@ def test_the_experiment_with_the_critic_is_the_loop_of_minippo(monkeypatch):
     assert critic.objective(({"kl_coef": 1e3}, 64, 0)) < 0 < 1 < critic.objective(({}, 64, 0))
     tokens = torch.tensor([[0, 1, 4, 8, 26]])  # a b e i <eos>
     assert critic.score(tokens, torch.tensor([[True] * 4])).item() == 0.5 + 0.5 - 0.5 + 0.5
+
+
+def test_trls_ppo_trains_our_models_with_the_cap_of_their_scores(tmp_path):
+    pytest.importorskip("trl")
+    data = write_data(tmp_path / "data")
+    contents = torch.load(write_models(tmp_path) / "rm.pt")
+    contents["model"]["cap"] = torch.tensor(-5.0)
+    torch.save(contents, tmp_path / "rm.pt")
+    flags = ["--models", tmp_path, "--data", data, "--out", tmp_path / "out", *PPO, "--no_report"]
+    status, printed, _ = run("bench/trl_ppo.py", *flags, "--missing_eos_penalty", 0.5)
+    scores = [float(x) for x in re.findall(r"'objective/scores': '(\S+)'", printed)]
+    assert status == 0 and len(scores) == 3 and all(-5.5 <= x <= -5 for x in scores), printed
+    start, end = (torch.load(tmp_path / x)["model"] for x in ("sft.pt", "out/ppo.pt"))
+    assert not torch.equal(start["trunk.norm.bias"], end["trunk.norm.bias"])
