@@ -1,12 +1,11 @@
 """What bench/ starts, and the tables that come of it. Run: python -m pytest tests/test_bench.py"""
 
-import re
-
 import pytest
 import torch
 
 from bench import critic, results, tables
 from cli import PPO, run, write_data, write_models
+from plumbing.models import load_checkpoint, save_checkpoint
 
 MODULES = "critic", "pictures", "pretrained", "results", "speed", "tables", "trl_ppo"
 
@@ -89,6 +88,45 @@ def test_the_speed_beside_trl_is_a_factor():
 
 def test_a_jump_is_a_kl_above_the_median_of_the_hundred_before():
     assert results.jumps([9.0] + [1.0] * 100 + [1.9, 2.1, 1.0, 2.1]) == 2
+    assert results.jumps([1.0, 3.0] * 50 + [3.1]) == 1
+
+
+def test_the_policy_that_was_trained_is_measured():
+    out, (_, measure) = results.policy_job("zoo", 3, "train_ppo.py --lam 0")
+    assert measure[measure.index("--policy") + 1] == f"{out}/ppo.pt"
+
+
+def test_figures_of_tables_by_hand(monkeypatch):
+    assert tables.mean_and_error([1.0, 3.0]) == [2.0, 1.0]
+    monkeypatch.setattr(results, "report", lambda x: {"policy": {"optimality": x}})
+    rows = results.rows_of({"a": [0.5, 0.75], "b": [0.25, 0.5]}, {"a": "", "b": "--k 4"})
+    assert rows["b"]["less the first row's"] == [-0.25, 0.0] and len(rows["a"]) == 2
+    lines = [{"kl": i, "score": i, "judge": i, "seconds": i} for i in range(20)]
+    monkeypatch.setattr(results, "log", lambda _: lines)
+    assert results.path_of(["a"])["kl"] == [4.5, 14.5]
+    samples = [
+        {"prompt": x, "policy": {"text": "", "score": s, "judge": j, "kl": 1}}
+        for x, s, j in (("a", 2, 3), ("b", 1, -3))
+    ]
+    parts = {x: {"kl": i} for i, x in enumerate(("sft", "rm", "policy", "seen", "unseen"))}
+    parts |= {"best_of_n": dict.fromkeys(("4", "16", "64"), {"kl": 0})}
+    parts |= {"suspects": {"count": 0}, "samples": samples}
+    monkeypatch.setattr(results, "report", lambda _: parts)
+    monkeypatch.setattr(results, "optima", lambda _: {"0.1": {"kl": 0}})
+    assert results.worst_sample("")[0].startswith("b ")
+    assert results.seeds({"default": ["x"]})["systems"]["PPO, unseen prompts"]["kl"] == [4, None]
+    assert results.sums({"PPO": ["x"]})["sums"]["PPO"]["seconds"] == [19, None]
+
+
+def test_the_pictures_show_what_is_stored():
+    pytest.importorskip("matplotlib")
+    from bench import pictures
+
+    for axis in pictures.frontier(tables.load()).axes:
+        assert list(x := axis.lines[0].get_xdata()) == sorted(x)
+    for line in pictures.hacking(tables.load()).axes[0].lines:
+        name, setting = line.get_label().split(", ", 1)
+        assert list(line.get_ydata()) == tables.load()["paths"][setting][name]
 
 
 def test_the_tables_hold_what_is_stored():
@@ -132,15 +170,21 @@ def test_the_experiment_with_the_critic_is_the_loop_of_minippo(monkeypatch):
     assert critic.score(tokens, torch.tensor([[True] * 4])).item() == 0.5 + 0.5 - 0.5 + 0.5
 
 
-def test_trls_ppo_trains_our_models_with_the_cap_of_their_scores(tmp_path):
+def test_trls_ppo_has_our_settings_and_cap_and_its_policy_is_saved(tmp_path, monkeypatch):
     pytest.importorskip("trl")
-    data = write_data(tmp_path / "data")
-    contents = torch.load(write_models(tmp_path) / "rm.pt")
-    contents["model"]["cap"] = torch.tensor(-5.0)
-    torch.save(contents, tmp_path / "rm.pt")
-    flags = ["--models", tmp_path, "--data", data, "--out", tmp_path / "out", *PPO, "--no_report"]
-    status, printed, _ = run("bench/trl_ppo.py", *flags, "--missing_eos_penalty", 0.5)
-    scores = [float(x) for x in re.findall(r"'objective/scores': '(\S+)'", printed)]
-    assert status == 0 and len(scores) == 3 and all(-5.5 <= x <= -5 for x in scores), printed
+    from trl.experimental import ppo
+
+    write_data(tmp_path / "data")
+    model, tokenizer, figures = load_checkpoint(write_models(tmp_path) / "rm.pt", ["rm"])
+    model.cap.fill_(0.25)
+    save_checkpoint(tmp_path / "rm.pt", "rm", model, tokenizer, **figures)
+    trainers, trainer = [], ppo.PPOTrainer
+    monkeypatch.setattr(ppo, "PPOTrainer", lambda *x, **y: trainers.append(x) or trainer(*x, **y))
+    flags = ["--models", tmp_path, "--data", tmp_path / "data", "--out", tmp_path / "out", *PPO]
+    flags += ["--no_report", "--value_clip", 0.7]
+    assert run("bench/trl_ppo.py", *flags)[0] == 0
+    arguments, _, _, _, scorer, *_ = trainers[0]
+    assert (arguments.cliprange, arguments.cliprange_value) == (0.2, 0.7)
+    assert scorer.score(99 * torch.randn(99, 16)).max() == 0.25
     start, end = (torch.load(tmp_path / x)["model"] for x in ("sft.pt", "out/ppo.pt"))
     assert not torch.equal(start["trunk.norm.bias"], end["trunk.norm.bias"])

@@ -71,6 +71,8 @@ STEER = [{"q": "1", "a": "2", "k\x1b": 1}, {"q": "\x1b", "\ud83d": 7}]
         (PREF, [TRL, ULTRAFEEDBACK], [(Q, " 2", " 3"), ("1\n", "2", "\n3")]),
         (SFT, [{"q": "1", "a": "2"}, {"q": None, "a": "2"}], [("1", " 2")]),
         (SFT, [{"q": "1", "a": x} for x in "23"], [("1", " 2"), ("1", " 3")]),
+        (CHAT, [{"m": talk("1", "")[:-1] + "\n2 "}], [(talk("1", "")[:-1], "\n2")]),
+        (PREF, [{"q": "1", "a": SYSTEM + chat("1", "2"), "b": "3"}], "1 a whole chat stands where"),
         # Rows that teach nothing are skipped; without any other, that is a fault.
         (
             PREF,
@@ -124,8 +126,8 @@ def test_rows_of_all_shapes_are_converted_or_nothing_is_written(tmp_path, flags,
 def test_a_file_is_replaced_on_request_alone_and_no_old_one_stays_beside_new_rows(tmp_path):
     rows, out = [{"q": f"{i}", "a": "x"} for i in range(99)], tmp_path / "out"
     more = {"q": "1", "a": " x", "c": 0, "b": [], "empty": "", "none": None}
-    said = convert(tmp_path, [*rows, more], SFT + " --val 0.2")[1]
-    assert "99 rows kept, 1 skipped\n    1 duplicate: line 100, ...\n    not used: b, c\n" in said
+    said = convert(tmp_path, [*rows, more, more], SFT + " --val 0.2")[1]
+    assert "99 rows kept, 2 skipped\n    2 duplicate: line 100, ...\n    not used: b, c\n" in said
     assert said.endswith("sft_val.jsonl: 14 rows written\n")
     assert {q for q, _ in rows_of(out, "sft_val")} == held_out([row["q"] for row in rows], 0.2)
     for flags, says in (

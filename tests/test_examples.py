@@ -57,6 +57,7 @@ def test_sums_are_right_in_two_of_five_demonstrations_and_known_to_the_score(tmp
     assert not prompts["sft_train"] & prompts["sft_val"]
     right = [float(sums.score([x["prompt"]], [x["completion"]])[0]) for x in rows["sft_train"]]
     assert sum(right) == errors[0]
+    assert all(re.fullmatch(r" \d+", row["completion"]) for row in rows["sft_train"])
     answers = " 71", "71", " 071", " 71 ", " 72", " +71", "", " 7"
     assert sums.score(["23 + 48 ="] * 8, answers) == [1.0] + [0.0] * 7
     assert "is there already" in run("examples/sums.py", "--out", tmp_path / "sums")[2]
@@ -69,7 +70,7 @@ def test_an_ensemble_scores_by_the_mean_or_the_lowest_of_its_members(made, tmp_p
     model, tokenizer, figures = load_checkpoint(made / "rm.pt", ["rm"])
     with pytest.raises(UserError, match="should be made from"):
         ensemble.mean(ids, mask, config)
-    for i in (1, 2, 3):
+    for i in (1, 2, 10):
         stir(model, 0.1)
         save_checkpoint(folder / f"ensemble/{i}/rm.pt", "rm", model, tokenizer, **figures)
         expected.append(model(ids, row_lengths(mask)).detach())
@@ -160,5 +161,6 @@ def test_what_trl_trains_with_means_what_ours_does(made, tmp_path, monkeypatch):
     ref = load_checkpoint(made / "sft.pt", ["sft"])[0]
     assert 0.01 < (weights(trained.trunk) - weights(ref.trunk)).norm() < 10
     assert "a run is there" in run("examples/outgrow.py", *flags)[2]
-    flags += ["--overwrite", "--minibatches", 2, "--batch_size", 6]
-    assert "no multiple" in run("examples/outgrow.py", *flags)[2]
+    for minibatches, size in ((2, 6), (8, 12)):
+        wrong = "--overwrite", "--minibatches", minibatches, "--batch_size", size
+        assert "no multiple" in run("examples/outgrow.py", *flags, *wrong)[2]

@@ -3,6 +3,7 @@
 import json
 import random
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -164,6 +165,20 @@ def test_what_is_no_gpt2_is_refused_in_a_sentence(tmp_path, changes, says):
     said = str(error.value)
     assert said.startswith(f"{out}: ") and "\n" not in said and len(said) < len(str(out)) + 400
     assert says in said, said
+
+
+def test_a_missing_weight_and_two_words_of_the_same_bytes_are_refused(tmp_path):
+    _, _, out = exported(tmp_path, "ppo")
+    file = load_file(path := out / "model.safetensors")
+    del file["transformer.h.0.mlp.c_fc.weight"]
+    save_file(file, path, metadata={"format": "pt"})
+    with pytest.raises(UserError, match="1 weights are missing"):
+        hf.read_gpt2(out)
+    words = ["日", *(hf.CHARACTERS[byte] for byte in range(256)), hf.END]
+    theirs = SimpleNamespace(get_vocab=lambda: {x: i for i, x in enumerate(words)})
+    theirs.encode = lambda text, **_: [1 + byte for byte in text.encode()]
+    with pytest.raises(ValueError, match="splits text differently"):
+        hf.read_vocabulary(theirs)
 
 
 def test_other_folders_are_refused_and_full_ones_overwritten_on_request_alone(

@@ -136,6 +136,15 @@ def test_equal_scores_are_not_divided_by_0_and_answers_come_sixteen_times_as_man
     assert model.std == 1e-6 and model.cap.abs() < 1e-6
 
 
+def test_the_scale_is_of_prompts_spread_over_the_list(monkeypatch):
+    monkeypatch.setattr("plumbing.models.ANSWERS", 2)
+    model, seen = tiny_reward_model(), []
+    model.register_forward_pre_hook(lambda _, x: seen.extend(x[0][:, 0].tolist()))
+    config = SimpleNamespace(micro_batch=1, max_new_tokens=2)
+    normalise(model, tiny_gpt(), [[i] for i in range(10)], config)
+    assert seen == [0, 5]
+
+
 def test_a_first_model_has_the_size_of_its_settings_or_is_a_gpt2(monkeypatch):
     config = SimpleNamespace(**vars(GPTConfig(300, 16, 1, 2, 8, True)), init="", device="cpu")
     model, tokenizer = new_model(config, [("a", "b")])

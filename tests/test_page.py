@@ -9,12 +9,12 @@ import pytest
 
 import minippo
 from cli import ROOT
-from plumbing.page import strict, trace_responses, write_page
+from plumbing.page import curves, strict, trace_responses, write_page
 from plumbing.text import Tokenizer
 from tiny import inf, nan, random_batch, tiny_gpt
 
 ODD = 'Who?</script><img src=x onerror="1"> \x07\u202e\ud800'
-SAID = {"text": "A bee.", "score": 1.5, "kl": 2.25}
+SAID = {"text": "a\x07b", "score": 1.5, "judge": 0.0, "kl": 2.25}
 REPORT = {"table": {"": ["score"], "SFT": ["0.01 ± 0.02"]}, "notes": ["of note"]}
 OTHER = {"text": "", "score": 0.25, "judge": 3.0, "kl": -1.0}
 REPORT |= {"samples": [{"prompt": ODD, "sft": SAID, "policy": OTHER}]}
@@ -89,6 +89,10 @@ def test_the_page_holds_logs_traces_and_report_with_five_digits_and_no_more_poin
     assert (data["report"], data["steps"], data["curves"]["ppo"]) == (None, 0, {})
 
 
+def test_a_zero_is_a_point_of_a_curve():
+    assert curves([{"step": 1, "x": 0.0}, {"step": 2, "x": None}])["x"] == {"x": [1.0], "y": [0.0]}
+
+
 def test_a_trace_has_the_prompt_the_likeliest_tokens_and_the_numbers_of_the_batch():
     policy, before, ref = (tiny_gpt() for _ in range(3))
     tokenizer, config = Tokenizer([bytes([65 + i]) for i in range(10)]), minippo.PPOConfig(4)
@@ -133,8 +137,13 @@ def test_in_a_browser_everything_is_there_and_a_token_shows_its_numbers(folder):
             assert words in text
         assert page.locator("figure .keys").all_text_contents() == KEYS
         assert page.locator("figure polyline").count() == 13
+        points = page.locator("#ppo polyline").first.get_attribute("points").split()
+        assert float(points[0].split(",")[1]) > float(points[-1].split(",")[1])  # it rises
+        losses = page.locator("#stages polyline").first.get_attribute("points").split()
+        assert len(losses) == 19  # of 20 steps, without the first tenth
+        assert "a\\u0007b" in text
         figures = [
-            "before · score 1.50 · KL 2.25 nats",
+            "before · score 1.50 · judge 0.0 · KL 2.25 nats",
             "after · score 0.25 · judge 3.0 · KL −1.00 nats",
         ]
         assert page.locator(".pair .small").all_inner_texts() == figures
@@ -166,9 +175,14 @@ def test_in_a_browser_everything_is_there_and_a_token_shows_its_numbers(folder):
             up = [sign * x > 0 for x in columns[title]]
             styles = "tokens => tokens.map(x => x.getAttribute('style').includes('--up'))"
             assert page.locator(".response").first.locator(".token").evaluate_all(styles) == up
-        clipped = [x > 0 for x in columns["advantage"]]  # all ratios are 1.35
-        styles = "tokens => tokens.map(x => x.className == 'token clipped')"
-        assert page.locator(".response").first.locator(".token").evaluate_all(styles) == clipped
+            ends = page.inner_text("#low")[0], page.inner_text("#high")[0]
+            assert ends == (("+", "−") if title == "KL" else ("−", "+"))
+        for row in (0, 1):
+            columns = line_of_traces(600)["responses"][1 - row]["columns"]
+            clipped = [x > 0 for x in columns["advantage"]]  # all ratios are 1.35
+            styles = "tokens => tokens.map(x => x.className == 'token clipped')"
+            tokens = page.locator(".response").nth(row).locator(".token")
+            assert tokens.evaluate_all(styles) == clipped
         assert visit()[1] == ["Token by token", "The curves"]  # while it goes on
         (folder / "ppo_traces.jsonl").unlink()
         assert visit()[1] == ["The curves"]

@@ -47,7 +47,7 @@ def test_lines_are_read_as_they_are_and_a_fault_is_named_with_its_line(tmp_path)
         (b"\n[1]", f"x, line 2: found list; {wanted}"),
         (b'{"prompt": "a"}', f"x, line 1: no 'completion'; {wanted}"),
         (b'{"completion": "", "prompt": 7}', "'prompt' is 7; .*, completion as strings"),
-        (b'{"completion": "", "prompt": "", "label": false}', "x, line 1: .label. is false"),
+        (b'{"completion": "", "prompt": "", "label": 0}', "x, line 1: .label. is false"),
         (b"\n", f"x: no rows; {wanted}"),
     ):
         path.write_bytes(data)

@@ -473,6 +473,7 @@ def test_the_sampler_prints_its_draws_and_the_numbers_of_ppo(begun, tmp_path, mo
     assert "the prompt '': it has 0 tokens, not 1 to 47" in error
     assert "it has 48 tokens" in error and run(*words, stdin="x" * 47)[0] == 0
     assert run(*words, stdin=None) == (0, "", "")
+    assert run(*words, stdin=" What \r\n")[1].startswith(" What \n")
 
     # --trace: the numbers are those of trace(), table() and likely_tokens(), which have tests
     cut_off = float(tokens[0, -1] != tokenizer.eos)
@@ -491,6 +492,8 @@ def test_the_sampler_prints_its_draws_and_the_numbers_of_ppo(begun, tmp_path, mo
     policy = shutil.copy(folder / "ppo.pt", tmp_path)
     more = "--trace", "--models", folder, "--reward", "taste:score"
     _, said, _ = run("sample.py", policy, *texts, *flags, *more)
+    shutil.copytree(folder, tmp_path / "a/b"), shutil.copy(folder / "sft.pt", tmp_path / "a")
+    assert run("sample.py", tmp_path / "a/b/ppo.pt", "What", "--trace")[0] == 0  # beside it first
     assert f"    score {len(answer) / 9 - cut_off:.2f}  KL" in said
     _, printed, error = run("sample.py", policy, " " * 1_000_000, "a" * 900)
     assert error.count("without a break") == 1 and error.count("\n") == 2

@@ -42,6 +42,8 @@ ppo --gamma 2 -> gamma (2.0) and lam (1.0): should be from 0 to 1
 ppo --batch_size 1 -> --batch_size 1: should be a multiple of --k 1, >= --minibatches 2
 variations/rloo.py --lam 0.9 -> unrecognized arguments: --lam 0.9
 variations/rloo.py --k 1 -> k (1): should be at least 2
+variations/grpo.py --no_sdt -> did you mean --no_std?
+examples/iterate.py --device gpu --out DIR/1 -> --device gpu: should be auto, cpu or cuda
 variations/dpo.py --kl_coef 0 -> kl_coef and temperature: should be above 0
 rm data/pref_train.jsonl; rm -> pref_train.jsonl: not found; --data names the folder
 echo prompt,completion > data/sft_val.jsonl; sft -> sft_val.jsonl, line 1: not JSON

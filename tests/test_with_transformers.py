@@ -238,6 +238,12 @@ def test_what_would_go_wrong_in_silence_is_refused(why, do):
         do()
 
 
+def test_a_gap_that_is_no_number_is_refused():
+    policy = SimpleNamespace(model=SimpleNamespace(dtype=torch.float32), bfloat16=False)
+    with pytest.raises(ValueError, match="log pi is nan nats off"):
+        hf.compare(policy, torch.tensor([nan]), torch.zeros(1))
+
+
 def test_what_is_right_is_not_refused():
     (
         run(changed(do_sample=True, top_k=7)),
