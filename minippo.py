@@ -13,8 +13,8 @@ For prompts x, responses y sampled from the policy pi, and their scores, it maxi
 The *policy* pi is the language model, seen as a rule for choosing the next token. The *reference*
 ref is a frozen copy of the policy before PPO: the SFT model. KL(pi || ref), the Kullback-Leibler
 divergence, is the mean of log pi(y | x) - log ref(y | x) over responses y of pi: how far the policy
-has moved, in nats (the unit of natural logarithms). Beta is the penalty per nat. PPO repeats four
-phases:
+has moved, in nats (the unit of natural logarithms). Beta (kl_coef in the code) is the penalty per
+nat. E is the mean over prompts and sampled responses. PPO repeats four phases:
 
     prompts --> 1. policy --> responses, log pi, values -----------------+
                      ^            |                                      |
@@ -43,7 +43,7 @@ eat", a score of 1.40 and beta 0.1:
     mask         .      x      x      x      .              is the action part of the response?
     log pi       .     -0.50  -1.20  -0.10   .              of the action, when it was sampled
     log ref      .     -1.00  -1.00  -0.30   .              of the action, under the reference
-    KL           .      0.50  -0.20   0.20   .              its part of the KL: log pi - log ref
+    KL           .      0.50  -0.20   0.20   .              the action's part: log pi - log ref
     reward       .     -0.05   0.02   1.38   .              -beta * KL; the last gets the score too
     value        .      0.80   1.00   1.20   .              prediction: sum of the rewards to come
 
@@ -52,13 +52,13 @@ last action counts as 0. (Two settings, gamma and lam, are 1 here: see gae().)
 
     delta        .      0.15   0.22   0.18   .              reward + next value - value
     advantage    .      0.55   0.40   0.18   .              sum of this delta and all later ones
-    return       .      1.35   1.40   1.38   .              advantage + value: rewards from here on
+    return       .      1.35   1.40   1.38   .              advantage + value: rewards from now on
     whitened     .      1.14   0.15  -1.29   .              the advantages of the batch (here: this
                                                             row), scaled to mean 0, variance 1
 
 Phase 4 makes actions with a whitened advantage above 0 more probable, and those with one below 0
 less probable. (<eos> turned out better than expected, but less so than the average, which whitening
-subtracts.) Section 5 shows its numbers, with the loss.
+subtracts: its price, see whiten().) Section 5 shows the numbers, with the loss.
 """
 
 import copy
@@ -74,7 +74,7 @@ import torch.nn.functional as F
 #
 # A GPT-2 (Radford et al., 2019), without dropout: with it, sampling and update would disagree about
 # log pi (section 5). The policy adds a value head: one number per position. The reward model has a
-# score head in place of the vocabulary head: one number per row.
+# score head in place of the vocabulary head (lm_head): one number per row.
 
 
 @dataclass
@@ -107,8 +107,8 @@ class Attention(nn.Module):
     def forward(self, x, cache=None, start=0):
         """(B, T, C) -> (B, T, C).
 
-        cache: of new_cache(), the keys and values of the positions before `start`. This call
-        appends those of its own T positions; if start is not 0, T must be 1.
+        cache: made by new_cache(), holds the keys and values of the positions before `start`. This
+        call appends those of its own T positions; if start is not 0, T must be 1.
         """
         q, k, v = (y.unflatten(-1, (self.heads, -1)) for y in self.qkv(x).chunk(3, -1))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, C/H)
@@ -189,7 +189,7 @@ class GPT(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     def hidden(self, tokens):
-        """tokens (B, T) -> what vocabulary head and value head read: (B, T, C) each."""
+        """tokens (B, T) -> what the vocabulary head and the value head read: (B, T, C) each."""
         hidden = self.trunk(tokens)
         return hidden, hidden if self.critic is None else self.critic(tokens)
 
@@ -202,10 +202,11 @@ class GPT(nn.Module):
 class RewardModel(nn.Module):
     """Scores a row, prompt and response, with one number: how much would people like it?
 
-    Made from a GPT, it starts with a copy of that trunk. After training, train_rm.py sets `mean`
-    and `std`, so that the SFT model's own answers have mean 0 and standard deviation 1, and a beta
-    means the same for any reward model. It sets `cap`, which one in a hundred of these answers
-    exceeds: no score is higher, because there the reward model is often wrong (arXiv:2502.18770).
+    Made from a GPT, it starts with a copy of the GPT's trunk. After training, train_rm.py sets
+    `mean` and `std`, so that the SFT model's own answers have mean 0 and standard deviation 1, and
+    a beta means the same for any reward model. It also sets `cap`, the score that one in a hundred
+    of these answers exceeds. Higher scores are cut to it, because so high up the reward model is
+    often wrong (arXiv:2502.18770).
     """
 
     def __init__(self, config_or_gpt):
@@ -222,7 +223,8 @@ class RewardModel(nn.Module):
 
     def forward(self, tokens, lengths):
         """tokens (B, T), lengths (B,) -> (B,), read at the last token, which has seen them all."""
-        last = self.trunk(tokens)[torch.arange(len(lengths)), lengths - 1]  # (B, C)
+        rows = torch.arange(len(lengths), device=lengths.device)
+        last = self.trunk(tokens)[rows, lengths - 1]  # (B, C)
         scores = (self.score_head(last).squeeze(-1) - self.mean) / self.std
         return torch.minimum(scores, self.cap)
 
@@ -276,8 +278,8 @@ def gather_logprobs(logits, targets, temperature=1.0):
 
 
 def evaluate_actions(policy, tokens, mask, temperature=1.0, with_entropy=False):
-    """tokens (B, T), mask (B, T-1) -> logprobs of the actions taken, values of the states in which
-    they were taken, entropy of the choice there (if wanted): (B, T-1) each, 0 outside the mask.
+    """tokens (B, T), mask (B, T-1) -> logprobs of the actions; the value of the state before each;
+    the entropy of the choice there, if wanted: (B, T-1) each, 0 outside the mask.
 
     Each action is conditioned on the tokens in the row, not on what the policy would now sample
     (*teacher forcing*). Log-probabilities and entropy, in nats, are those of softmax(logits /
@@ -290,7 +292,7 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0, with_entropy=False):
     logprobs = gather_logprobs(logits, actions[mask], temperature)  # (N,)
     values = at_least_float32(policy.value_head(value_hidden).squeeze(-1))  # (N,)
     entropy = torch.zeros_like(values)
-    if with_entropy:  # H = E[-log p]; where p is 0, so is p log p
+    if with_entropy:  # H = E[-log p]; the clamp: 0 * -inf should be 0
         log_p = torch.log_softmax(logits / temperature, -1)
         entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)
     blank = logits.new_zeros(mask.shape)
@@ -320,10 +322,11 @@ def draw(logits):
 
 @torch.no_grad()
 def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
-    """Sample a response to each prompt, up to the end token, max_new_tokens or the whole context.
+    """Sample a response to each prompt, until the end token, max_new_tokens or the end of the
+    context.
 
-    prompts: B lists of 1 to context - 1 ids (else ValueError). -> tokens (B, T), and (B, T-1) each:
-    mask, logprobs (in nats) and values of the sampled tokens.
+    prompts: B lists of 1 to context - 1 ids (else ValueError). Returns tokens (B, T); and mask,
+    logprobs (in nats) and values of the sampled tokens, (B, T-1) each.
 
     The rows go on together, column by column. Prompts of 1, 2 and 4 tokens (p), sampled tokens (s),
     the end token (e):
@@ -331,7 +334,10 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
         column    0  1  2  3  4  5
         row 0     p  s  s  e             column 0 is read for all rows, then a token is drawn for
         row 1     p  p  s  s  s  s       column 1 in all of them; rows 1 and 2 discard it and keep
-        row 2     p  p  p  p  s  e       their prompt's token. Row 0 drops out at column 4.
+        row 2     p  p  p  p  s  e       their prompt's token. Row 0 drops out at column 4. Row 1 is
+                                         cut off by max_new_tokens = 4.
+
+    draw: logits (rows, V) -> tokens (rows,), to watch or replace the sampling.
     """
     context, device = policy.config.context, policy.lm_head.weight.device
     if not all(0 < len(prompt) < context for prompt in prompts):
@@ -349,10 +355,10 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
         responding = prompt_lengths[rows] <= t
         tokens[rows, t] = torch.where(responding, token, tokens[rows, t])
         lengths[rows] += responding
-        ended = responding & ((token == policy.config.eos) | (lengths[rows] == limits[rows]))
-        if ended.any():
-            rows = rows[~ended]
-            cache = [[x[~ended] for x in block] for block in cache]
+        done = responding & ((token == policy.config.eos) | (lengths[rows] == limits[rows]))
+        if done.any():
+            rows = rows[~done]
+            cache = [[x[~done] for x in block] for block in cache]
         begin, t = t, t + 1
     T = int(lengths.max())
     tokens, mask = tokens[:, :T], response_mask(prompt_lengths, lengths, T)
@@ -366,11 +372,11 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
 # 4. The reward model's loss
 #
 # Usually two answers to a prompt are sampled from the SFT model, and a person picks the better one.
-# (The default data come with simulated pairs.) Why pairs? People agree on which of two answers is
-# better more than on grades. Bradley and Terry (1952): a is preferred to b with probability
-# sigmoid(score(a) - score(b)). Only differences count: the zero of the scores is arbitrary. The
-# loss is -log of this probability. With a margin, score(a) - score(b), of 2, 0, -2, the loss is
-# 0.13, 0.69, 2.13.
+# (The default data come with simulated pairs.) Why pairs? People agree more often on which of two
+# answers is better than on a grade: each has a scale of their own. Bradley and Terry (1952): a is
+# preferred to b with probability sigmoid(score(a) - score(b)). Only differences count: the zero of
+# the scores is arbitrary. The loss is -log of this probability. With a margin, score(a) - score(b),
+# of 2, 0, -2, the loss is 0.13, 0.69, 2.13.
 #
 # Why a model? Nobody would grade all responses that PPO samples, 57,600 in train_ppo.py. These
 # differ from the answers in the pairs (*distribution shift*), so their scores may be wrong: too
@@ -383,7 +389,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
     if chosen_scores.shape != rejected_scores.shape:
         raise ValueError(f"shapes {chosen_scores.shape} and {rejected_scores.shape} differ")
     margin = chosen_scores - rejected_scores
-    loss = -torch.nn.functional.logsigmoid(margin).mean()
+    loss = -torch.nn.functional.logsigmoid(margin).mean()  # spelled out, for pasting elsewhere
     accuracy = (margin > 0).float().mean() + 0.5 * (margin == 0).float().mean()  # a tie: half a hit
     return loss, {"accuracy": accuracy.item(), "margin": margin.mean().item()}
 
@@ -408,13 +414,14 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #     logprobs, _, _ = evaluate_actions(policy, tokens, mask)
 #     loss = -(logprobs.sum(1) * score(tokens, mask)).mean()    # log p(y) is the sum of log pi
 #
-# What is never sampled gets no gradient: sampling is how the policy *explores*, bad answers
-# included. The error of the mean shrinks with the root of the batch size only, so what follows
-# fights noise. Four changes lead from here to PPO: the KL, returns, a baseline, and several gradient
-# steps on one batch.
+# A response that is never sampled never earns anything: sampling is how the policy *explores*, and
+# bad answers are part of it. The error of the mean shrinks only with the square root of the batch
+# size, so most of what follows fights noise. Four changes lead from here to PPO: the KL, returns, a
+# baseline, and several gradient steps on one batch.
 #
 # The first change: the KL joins the reward. J has score - beta * (log p - log ref) in place of the
-# score. This contains log p, which has a gradient too, so the product rule gives one more term:
+# score (log p and log ref are those of the whole response). This contains log p, which has a
+# gradient too, so the product rule gives one more term:
 #
 #     grad J = E[ grad log p (score - beta * (log p - log ref)) ] - beta * E[ grad log p ]
 #
@@ -427,20 +434,21 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # costs much; dropping answers costs little (*mode collapse*). KL(ref || pi), a mean over what ref
 # writes, would keep all of its answers, mistakes too.
 #
-# Three estimates of the KL, where d is log pi - log ref of a sampled token (Schulman,
-# "Approximating KL divergence"):
+# Three estimates of the KL, of one choice of a token, where d is log pi - log ref of the sampled
+# token (Schulman, "Approximating KL divergence"):
 #
 #     k1 = d                   on average the KL, but often below 0     reward, metric
-#     k2 = d^2 / 2             its gradient is, on average, the KL's    loss, if kl_loss_coef > 0
+#     k2 = d^2 / 2             on average, the gradient of this KL      loss, if kl_loss_coef > 0
 #     k3 = exp(-d) - 1 + d     on average the KL, and never below 0     metric
 #
 # A token influences the KL of all later tokens. In the reward, its d multiplies grad log pi of that
 # token and of all before it, which led there: this is the gradient of J. In a loss, k1 has the
-# gradient grad log pi, whose mean is 0: it would teach nothing. That of k2 is d * grad log pi: each
-# token gets only its own d.
+# gradient grad log pi, whose mean is 0: it would teach nothing. The gradient of k2 is d * grad
+# log pi: each token gets only its own d. So the KL stands in the reward.
 #
-# k3 is never below 0, because exp(x) >= 1 + x, and near 0 it varies less than k1, so one logs it.
-# Its mean is right because exp(-d) = ref / pi has the mean sum ref = 1. (GRPO has k3 as a loss.)
+# k3 is never below 0, because exp(x) >= 1 + x, and near 0 it varies less than k1, so it is the one
+# to log. Its mean is right because exp(-d) = ref / pi has the mean sum ref = 1. (GRPO has k3 as a
+# loss.)
 
 
 def bounded_exp(x):
@@ -458,8 +466,9 @@ def kl_per_response(logprobs, ref_logprobs, mask):
 def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
     """The reward of each token: scores (B,); logprobs, ref_logprobs, mask (B, T-1) -> (B, T-1).
 
-    InstructGPT, eq. 2, token by token: a token pays beta for each nat of its part of the KL, or
-    earns it. The score, which is about the whole response, comes with the last token.
+    InstructGPT, eq. 2, token by token: a token pays beta for each nat of its part of the KL; if
+    that part is negative, it earns. The score, which is about the whole response, comes with the
+    last token.
     """
     check_mask(mask, logprobs, ref_logprobs)
     check_mask(mask[:, 0], scores)  # one score per row
@@ -473,16 +482,16 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 # it. (In a game, the *environment* chooses the next state. Here it only appends the token.) Two
 # more changes leave the mean of this gradient as it is, and make it less noisy:
 #
-# Only what comes after. A token cannot change the rewards before it, and on average they contribute
-# nothing to its gradient (as a baseline, below). So its grad log pi is multiplied by the sum of the
-# rewards from it on, the *return*.
+# The second change: only what comes after. A token cannot change the rewards before it, and on
+# average they contribute nothing to its gradient, for the same reason as a baseline (below). So its
+# grad log pi is multiplied by the sum of the rewards from it on, the *return*.
 #
-# A baseline. What does not depend on the action may be subtracted from the return: on average it
-# changes nothing, because E[grad log pi] = 0. PPO subtracts the *value* V, the return to be
-# expected in this state. What is left is the *advantage* A: how much better than expected did this
-# action turn out? (It estimates Q - V, where Q is the return to be expected after the action; no
-# second network is needed, because reward + next value estimates Q.) The value function is the
-# *critic*, the policy the *actor*.
+# The third change: a baseline. What does not depend on the action may be subtracted from the
+# return: on average it changes nothing, because E[grad log pi] = 0. PPO subtracts the *value* V,
+# the return to be expected in this state. What is left is the *advantage* A: how much better than
+# expected did this action turn out? (Textbooks write Q - V, where Q is the return to be expected
+# after the action. Q needs no network of its own: reward + next value estimates it.) The value
+# function is the *critic*, the policy the *actor*.
 
 
 def gae(rewards, values, mask, gamma, lam):
@@ -500,13 +509,15 @@ def gae(rewards, values, mask, gamma, lam):
                                       lam 0      0.15   0.22   0.18
 
     lam = 1, the default, gives the sampled return less the value (*Monte Carlo*): right on average,
-    but noisy. lam = 0 gives delta alone, which trusts the next value (*bootstrap*): less noisy, but
-    wrong where the values are wrong. In between, A is a weighted mean of advantages that sample
-    n = 1, 2, 3, ... rewards before they trust a value. For hundreds of tokens, begin with 0.95.
+    but noisy. lam = 0 gives delta alone, which trusts the next value (*bootstrapping*): less noisy,
+    but wrong where the values are wrong. In between, A is a weighted mean of advantages that sample
+    n = 1, 2, 3, ... rewards before they trust a value. For hundreds of tokens, begin with 0.95: the
+    noise of lam = 1 grows with the number of rewards. The returns are advantages + values: sums of
+    sampled rewards for lam = 1, else mixed with predictions.
 
-    gamma below 1 makes a reward count less for each token that it lies ahead; for text 1 is usual.
-    No reward follows the last action, so the value after it counts as 0, even if the length limit
-    cut the response off.
+    gamma below 1 makes a reward count less the further ahead it is. For text 1 is usual, because
+    the score comes once, at the end. No reward follows the last action, so the value after it
+    counts as 0, even if the length limit cut the response off.
     """
     check_mask(mask, rewards, values)
     rewards, values = torch.where(mask, rewards, 0.0), torch.where(mask, values, 0.0)
@@ -524,11 +535,12 @@ def whiten(x, mask):
     """Shift and scale x, (B, T-1), to mean 0 and standard deviation 1 over the mask; 0 elsewhere.
     Equal values, which differ by rounding at most, become 0.
 
-    So the gradient of the policy does not depend on the scale of the rewards: scores, beta and
-    values times 10 give the same whitened advantages. The mean acts as one more baseline. (It
-    contains the action's own advantage, which matters little in a large batch.) What is lost: how
-    large the advantages were, and their sign, where nearly all turned out better than expected.
-    Returns are never whitened: the values must learn their true size.
+    So the gradient of the policy does not depend on the scale of the rewards: multiplying scores,
+    beta and values by 10 gives the same whitened advantages. The mean acts as one more baseline.
+    (This mean contains the action's own advantage, which matters little in a large batch.) What is
+    lost: how large the advantages were, so a batch of nearly equal responses is scaled up, noise
+    included; and their sign, where nearly all turned out better than expected. Returns are never
+    whitened: the values must learn their true size.
     """
     check_mask(mask, x)
     selected = x[mask]
@@ -536,15 +548,15 @@ def whiten(x, mask):
     return torch.where(mask & (std > rounding), (x - selected.mean()) / std, 0.0)
 
 
-# The last change: several gradient steps on one batch, because for large models sampling is slow. A
-# pass over the batch is cut into minibatches, with a gradient step for each. The first step is
+# The fourth change: several gradient steps on one batch, because for large models sampling is slow.
+# A pass over the batch is cut into minibatches, with a gradient step for each. The first step is
 # *on-policy*: the policy that is trained has sampled the batch. After it, the weights have changed:
 # the sampler is the *old* policy, and the next steps are *off-policy*. The *ratio* pi / old
 # corrects for that, choice by choice (*importance sampling*): E_old[ratio * A] = sum_a old(a)
-# (pi(a) / old(a)) A(a) = E_pi[A]. (The states are still those that old reached.) The gradient of
-# ratio * A is ratio * A * grad log pi, because grad pi = pi grad log pi. At ratio 1, where an
-# update begins, this is the policy gradient. Far from 1, a few large ratios dominate. So PPO clips
-# the ratio.
+# (pi(a) / old(a)) A(a) = E_pi[A]. (What it does not correct: the states are those that old
+# reached.) The gradient of ratio * A is ratio * A * grad log pi, because grad pi = pi grad log pi.
+# At ratio 1, where an update begins, this is the policy gradient. Far from 1, a few large ratios
+# dominate. So PPO clips the ratio.
 #
 # Do not confuse two policies: the old one sampled this batch, a few gradient steps ago. The
 # reference is the SFT model, frozen. The ratio compares pi with old, the KL compares pi with ref.
@@ -560,22 +572,27 @@ def whiten(x, mask):
 #     clipped        1.20   1.11   0.80
 #     ratio * A      1.46   0.17  -0.96
 #     clipped * A    1.37   0.17  -1.04     loss: -(1.37 + 0.17 - 1.04) / 3 = -0.17
-#     gradient       0      0.17   0        of the smaller product; times grad log pi
+#     gradient       0      0.17   0        factor of grad log pi, of the smaller one
 #
 # Where the clipped product is the smaller one, there is no gradient, because a clipped ratio is a
 # constant. The first token has risen enough, the last has fallen enough. Why the smaller one, and
 # not the clipped one? Tokens share the weights, so others may have moved a ratio the wrong way. If
 # the first token, with A = 1.14, had fallen to 0.74, the clip alone would freeze it there. But
-# 0.74 A = 0.84 is less than 0.80 A = 0.91, and has a gradient: it is pulled back up. Likewise the
-# last one, with A = -1.29, at 1.28: -1.66 is less than 1.20 A = -1.55, so it is pushed down.
+# 0.74 A = 0.84 is less than 0.80 A = 0.91, and has a gradient: it is pulled back up. Likewise, had
+# the last one, with A = -1.29, risen to 1.28: -1.66 is less than 1.20 A = -1.55, so it is pushed
+# down.
 #
 #     gradient    ratio < 1 - eps            in between                 ratio > 1 + eps
 #     A > 0       ratio * A * grad log pi    ratio * A * grad log pi    0
 #     A < 0       0                          ratio * A * grad log pi    ratio * A * grad log pi
 #
-# One step can still jump over the edge of the range. By default each batch has one pass of four
-# steps: ratios stay near 1, and the clip hardly acts. It is for several passes: four passes without
-# it, and without the clip of the values (below), ruin the policy (RESULTS.md).
+# One step can still jump over the edge of the range. There it stays, without a gradient, until
+# other tokens move it. By default each batch has one pass of four steps: ratios stay near 1, and
+# the clip hardly acts. It is for several passes: four passes without it, and without the clip of
+# the values (below), ruin the policy (RESULTS.md).
+#
+# The loss is a mean over tokens, where the derivation has a sum for each response: a factor that is
+# nearly the same for all batches.
 
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
@@ -592,7 +609,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
     loss = -torch.min(unclipped, clipped).mean()
     return loss, {
         "policy_loss": loss.item(),
-        "approx_kl": (ratio - 1 - log_ratio).mean().item(),  # k3 for KL(old || pi): d = -log_ratio
+        "approx_kl": (ratio - 1 - log_ratio).mean().item(),  # k3 of KL(old || pi)
         "clip_frac": ((ratio - 1).abs() > clip_eps).float().mean().item(),
         "ratio_max": ratio.max().item(),
     }
@@ -601,10 +618,11 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
 def value_loss(values, old_values, returns, mask, clip):
     """Half the mean squared error of the values: (B, T-1) each -> scalar, stats.
 
-    By convention, published code clips the values too, so that they do not follow one noisy batch
-    too far. It compares the error of the value with that of the value moved by at most `clip`, and
-    takes the larger. The first value of the header, 0.80, should become 1.35. At 1.10 its error
-    is 0.03, at 1.00, as far as clip 0.2 lets it move, 0.06: so 0.06 counts, without a gradient.
+    Published code usually clips the values too, so that they do not follow one noisy batch too far.
+    It compares the error of the value with that of the value moved by at most `clip`, and takes the
+    larger. The first value of the header, 0.80, should become 1.35. If it moves to 1.10, its error
+    is 0.03. With clip 0.2 it may move to 1.00, where the error is 0.06. So 0.06 counts, and has no
+    gradient.
     """
     check_mask(mask, values, old_values, returns)
     values, old_values, returns = values[mask], old_values.detach()[mask], returns.detach()[mask]
@@ -622,11 +640,11 @@ def value_loss(values, old_values, returns, mask, clip):
 #     compute_advantages    phase 3: kl_adjusted_rewards, gae, whiten
 #     ppo_update            phase 4: for each gradient step ppo_loss, backward(), gradient_step
 #
-# A *rollout* is a batch of sampled responses and what is recorded of them, a dict: tokens (B, T);
-# scores, ended (B,); mask, old_logprobs, old_values, ref_logprobs (B, T-1). There is no old
+# A *rollout* is a batch of sampled responses and what is recorded about them, a dict: tokens (B,
+# T); scores, ended (B,); mask, old_logprobs, old_values, ref_logprobs (B, T-1). There is no old
 # network: the old policy lives on in old_logprobs, old_values. Phase 3 adds rewards, returns, and
-# advantages, which the policy loss multiplies. In ppo_loss, logprobs and values are those of the
-# policy as it is now.
+# advantages, which multiply the ratios in the policy loss. In ppo_loss, logprobs and values are
+# those of the policy as it is now.
 
 
 @dataclass
@@ -656,7 +674,7 @@ class PPOConfig(PolicyGradientConfig):
     whiten: bool = True  # advantages with mean 0 and standard deviation 1
     clip_eps: float = 0.2  # no gain from moving a ratio further from 1 than this; inf: no clip
     value_clip: float = 0.2  # no gain from moving a value further than this; inf: no clip
-    vf_coef: float = 0.1  # weight of the value loss
+    vf_coef: float = 0.1  # weight of the loss of the value function
     entropy_coef: float = 0.0  # weight of a bonus for entropy: for varied responses
     kl_loss_coef: float = 0.0  # weight of a penalty on the KL per token in the loss (k2)
 
@@ -690,7 +708,7 @@ def join(pieces):
 @torch.no_grad()
 def rollout(policy, ref, score, prompts, config, generate=generate):
     """Phases 1 and 2: responses to the prompts (lists of ids), and what is recorded of them; at
-    most config.micro_batch (0: all) in memory at once."""
+    most config.micro_batch (0: all) in memory at once. generate: or another sampler like it."""
     size = config.micro_batch
     if 0 < size < len(prompts):
         pieces = [prompts[i : i + size] for i in range(0, len(prompts), size)]
@@ -708,7 +726,7 @@ def rollout(policy, ref, score, prompts, config, generate=generate):
 @torch.no_grad()
 def center_values(policy, batch):
     """Before the first update: shift all values, in place, so that their mean is the mean score of
-    a rollout, less penalties. Then a constant in the reward changes nothing."""
+    a rollout, less penalties. So adding a constant to the reward changes nothing."""
     mean_value = masked_mean(batch["old_values"], batch["mask"])
     policy.value_head.bias += batch["scores"].mean() - mean_value
 
@@ -787,13 +805,14 @@ def ppo_update(policy, optimizer, batch, config, loss=ppo_loss):
     if config.minibatches > len(mask):
         raise ValueError(f"{config.minibatches} minibatches of only {len(mask)} responses")
 
-    def loss_of(rows):
-        return loss(policy, {name: x[rows] for name, x in batch.items()}, config)
+    def loss_of(indices):
+        return loss(policy, {name: x[indices] for name, x in batch.items()}, config)
 
     for _ in range(config.epochs):
-        for rows in torch.randperm(len(mask), device=mask.device).tensor_split(config.minibatches):
+        shuffled = torch.randperm(len(mask), device=mask.device)
+        for indices in shuffled.tensor_split(config.minibatches):
             optimizer.zero_grad()
-            stats = backward(loss_of, rows, config.micro_batch, lambda part: int(mask[part].sum()))
+            stats = backward(loss_of, indices, config.micro_batch, lambda i: int(mask[i].sum()))
             stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
             steps.append(stats)
     return merge([(1 / len(steps), stats) for stats in steps])

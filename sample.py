@@ -4,8 +4,9 @@
     python sample.py out/ppo.pt "What does a bee eat?" --trace
 
 Without a prompt, each line of the standard input is one. In place of out/ppo.pt, the folder of a
-GPT-2 in the Hugging Face format will do. --trace shows the numbers of each token, as PPO would
-compute them; the header of minippo.py explains them. (Advantages are whitened over one response.)
+GPT-2 in the Hugging Face format will do. --trace shows the numbers of each token, as PPO
+computes them with its default settings; the header of minippo.py explains them. (Advantages are
+whitened over one response.)
 """
 
 import re

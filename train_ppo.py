@@ -19,14 +19,14 @@ from plumbing.text import read_prompts
 
 
 @dataclass
-class TrainConfig:  # of this script, whatever the algorithm
+class TrainConfig:  # the same for every algorithm
     steps: int = 450  # iterations
     batch_size: int = 128  # responses per iteration
     lr: float = 8e-4  # peak learning rate of AdamW; falls linearly to 0
     warmup: int = 5  # iterations in which the learning rate climbs to its peak
     adam_eps: float = 1e-4  # Adam's epsilon; weights with tiny, noisy gradients move less
-    kl_target: float = 0.0  # KL in nats to which beta is adapted; 0: beta is fixed
-    ref_update_every: int = 0  # every so many iterations ref becomes a copy of the policy; 0: never
+    kl_target: float = 0.0  # adapt beta to hold the KL at this many nats; 0: beta is fixed
+    ref_update_every: int = 0  # copy the policy into ref every so many iterations; 0: never
     models: str = ""  # folder of sft.pt and rm.pt; if empty, --out, or the folder above
     policy: str = ""  # checkpoint to start from, out/ppo.pt for a second round; sft.pt otherwise
     reward: str = ""  # module:function, (prompts, responses), lists of texts -> list of numbers
@@ -48,13 +48,13 @@ def train(
     optimizer, schedule = adamw(policy, config)
     run = Run("ppo", config, policy, tokenizer, optimizer, schedule, data=prompts, ref=ref)
     if run.step == 0:
-        check_start(policy, ref, score, prompts, config)
+        check_start(policy, ref, score, prompts, config)  # are the ratio 1 and the KL 0?
         center_values(policy, rollout(policy, ref, score, prompts[: config.batch_size], config))
 
     for step in run.steps():
-        some = run.batch(prompts, config.batch_size // config.k)
-        some = [prompt for prompt in some for _ in range(config.k)]  # k responses to each
-        batch = rollout(policy, ref, score, some, config)  # phases 1 and 2
+        asked = run.batch(prompts, config.batch_size // config.k)
+        asked = [prompt for prompt in asked for _ in range(config.k)]  # k responses to each
+        batch = rollout(policy, ref, score, asked, config)  # phases 1 and 2
         batch |= compute_advantages(batch, config)  # phase 3
         stats = ppo_update(policy, optimizer, batch, config, loss)  # phase 4
         stats |= batch_metrics(batch, config)
@@ -65,8 +65,8 @@ def train(
             ref.load_state_dict(policy.state_dict(), strict=False)  # ref has no separate critic
         run.end_step(stats, batch)  # watches, logs, saves
 
-    run.finish()
     report(run, score, prompts)
+    run.finish()
 
 
 def adapted_kl_coef(kl, config):

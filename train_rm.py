@@ -20,8 +20,8 @@ from plumbing.text import by_length, in_parts, pad, read_ids, read_prompts
 
 @dataclass
 class TrainConfig(FitConfig):
-    steps: int = 1950  # steps at most
-    epochs: int = 2  # passes over the pairs at most
+    steps: int = 1950  # at most this many steps
+    epochs: int = 2  # at most this many passes over the pairs
     max_new_tokens: int = 48  # longest answer of the SFT model that sets the scale, in tokens
     models: str = ""  # folder of sft.pt; if empty, --out, or the folder above
 
@@ -45,14 +45,14 @@ def train():
     data = pairs, prompts
     run = Run("rm", config, model, tokenizer, optimizer, schedule, data, validate, val_pairs)
 
-    def loss(pairs):
+    def loss_of(pairs):
         loss, stats = reward_model_loss(*pair_scores(model, pairs))
         return loss, {"loss": loss.item(), **stats}
 
     for _ in run.steps():
         batch = by_length(run.batch(pairs, config.batch_size))
         optimizer.zero_grad()
-        stats = backward(loss, batch, config.micro_batch, len)
+        stats = backward(loss_of, batch, config.micro_batch, len)
         stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
         schedule.step()
         run.end_step(stats, batch)  # validates now and then, and keeps the best weights
@@ -68,7 +68,7 @@ def train():
 
 @torch.no_grad()
 def validate(model, pairs, size):
-    """Mean loss and accuracy over the pairs, `size` in memory at once, and the accuracy's error."""
+    """Mean loss and accuracy over the pairs, `size` in memory at once, and its standard error."""
     scores = torch.cat([torch.stack(pair_scores(model, x)) for x in in_parts(pairs, size)], 1)
     loss, stats = reward_model_loss(*scores)
     accuracy = stats["accuracy"]

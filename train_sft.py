@@ -51,7 +51,7 @@ def train():
         return sft_loss(model, rows)
 
     for _ in run.steps():
-        batch = by_length(run.batch(rows, config.batch_size))
+        batch = by_length(run.batch(rows, config.batch_size))  # so its pieces need little padding
         optimizer.zero_grad()
         stats = backward(loss, batch, config.micro_batch, completion_tokens)
         stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)

@@ -114,7 +114,7 @@ def keep_row(name, row, paths):
     """A row of RESULTS.md; rows of another commit or machine go."""
     sections = {"pretrained": {name: row}, "pretrained_paths": paths}
     source, results = made(), load()
-    if results["made"]["pretrained"]["commit"] == source:
+    if "pretrained" in results["made"].get(source, {"tables": ""})["tables"].split():
         sections = {x: results[x] | rows for x, rows in sections.items()}
     keep(sections, source)
 

@@ -123,7 +123,7 @@ def optimality(J, J_sft, J_best):
 
 
 def distinct(texts, n):
-    """texts: n answers to each of P prompts -> (P,): the share of different ones among 16."""
+    """texts: n answers to each of P prompts -> (P,): the share of different ones among the first 16."""
     size = min(n, 16)
     return torch.tensor([len({*texts[i : i + size]}) / size for i in range(0, len(texts), n)])
 

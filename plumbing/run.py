@@ -19,7 +19,8 @@ from plumbing.models import read_contents, save_checkpoint, sources, write_conte
 from plumbing.page import strict, traced, watch, write_page
 from plumbing.text import by_length, spread_over
 
-# Settings that --resume may change: they alter nothing but rounding and random draws.
+# Settings that --resume may change: where things are (their contents are compared), and what alters
+# only rounding and random draws.
 FREE_SETTINGS = ("data", "out", "models", "policy", "device", "resume", "overwrite", "tensorboard")
 FREE_SETTINGS += ("no_report", "micro_batch")
 SAVE_SECONDS, SHOW_SECONDS, PAGE_SECONDS = 30, 4, 60  # between two saves, lines, pages

@@ -53,7 +53,7 @@ class Tokenizer:
         """UserError if a word, or a run of spaces, is longer than any text needs."""
         longest = max(map(len, re.findall(r"\s+|\S+", text)), default=0)
         if longest > LONGEST_WORD:
-            raise UserError(f"a text has {longest:,} letters or {longest:,} spaces without a break")
+            raise UserError(f"a text has {longest:,} characters without a break: letters or spaces")
         return self.bpe.encode_ordinary(text)
 
     def decode(self, ids):

@@ -95,7 +95,7 @@ def test_no_long_token_is_learned_and_a_text_without_a_break_is_refused_or_skipp
             tokenizer.encode("a" + "a " * 9 + letter * 20_001)
     rows = [("a", "b"), ("a", " " * 1_000_000)]
     assert len(encode_rows(rows, tokenizer, 9)) == 1
-    assert "1 skipped: a text has 1,000,000 letters" in capsys.readouterr().out
+    assert "1 skipped: a text has 1,000,000 characters" in capsys.readouterr().out
     for part, says in (
         (rows[1:], "no row is left: 1 skipped: a text has 1,000,000"),
         ([("", "b")], "no row is left: 1 skipped: the prompt is empty"),

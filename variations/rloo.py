@@ -6,10 +6,10 @@ prompt instead, and compares each with the mean of the others:
     A_i = R_i - 1 / (k - 1) * sum over j != i of R_j        R_i = score_i - beta * KL_i
 
 (Ahmadian et al., arXiv:2402.14740; Kool et al., 2019, "Buy 4 REINFORCE samples, get a baseline for
-free!") The others know nothing of response i, so the expected step (see variations/__init__.py) is
-the gradient of J. All tokens of a response have the same advantage. There is no value loss, no
-lambda and no whitening. The paper leaves the clip out, because with two steps per batch the clip
-hardly acts. Here it stays, for PPO's four.
+free!") This baseline does not depend on response i, so the expected step (see
+variations/__init__.py) is the gradient of J. All tokens of a response have the same advantage.
+There is no value loss, no lambda and no whitening. The paper leaves the clip out. Here it stays,
+for --epochs above 1; in one pass it hardly acts.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Settings(GroupConfig):
 
 
 def compute_advantages(batch, config):
-    rewards, k = response_rewards(batch, config).view(-1, config.k), config.k  # (B / k, k)
+    rewards, k = response_rewards(batch, config).view(-1, config.k), config.k  # (B / k, k): groups
     others = (rewards.sum(1, keepdim=True) - rewards) / (k - 1)
     return {"advantages": (rewards - others).view(-1, 1) * batch["mask"]}  # (B, T-1)
 
