@@ -372,11 +372,11 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
 # 4. The reward model's loss
 #
 # Usually two answers to a prompt are sampled from the SFT model, and a person picks the better one.
-# (The default data come with simulated pairs.) Why pairs? People agree more often on which of two
-# answers is better than on a grade: each has a scale of their own. Bradley and Terry (1952): a is
-# preferred to b with probability sigmoid(score(a) - score(b)). Only differences count: the zero of
-# the scores is arbitrary. The loss is -log of this probability. With a margin, score(a) - score(b),
-# of 2, 0, -2, the loss is 0.13, 0.69, 2.13.
+# (The default data come with simulated pairs.) Why pairs? It is easier to say which of two answers
+# is better than to give a grade: each person has a scale of their own. Bradley and Terry (1952): a
+# is preferred to b with probability sigmoid(score(a) - score(b)). Only differences count: the zero
+# of the scores is arbitrary. The loss is -log of this probability. With a margin, score(a) -
+# score(b), of 2, 0, -2, the loss is 0.13, 0.69, 2.13.
 #
 # Why a model? Nobody would grade all responses that PPO samples, 57,600 in train_ppo.py. These
 # differ from the answers in the pairs (*distribution shift*), so their scores may be wrong: too
@@ -726,7 +726,8 @@ def rollout(policy, ref, score, prompts, config, generate=generate):
 @torch.no_grad()
 def center_values(policy, batch):
     """Before the first update: shift all values, in place, so that their mean is the mean score of
-    a rollout, less penalties. So adding a constant to the reward changes nothing."""
+    a rollout, less penalties. So, with gamma 1, adding a constant to the reward changes
+    nothing."""
     mean_value = masked_mean(batch["old_values"], batch["mask"])
     policy.value_head.bias += batch["scores"].mean() - mean_value
 
@@ -831,8 +832,9 @@ def batch_metrics(batch, config):
 
     In a healthy run of train_ppo.py, score rises; kl climbs to a few nats and stays (if not, raise
     kl_coef); entropy falls, but not to 0, where one answer is left (raise kl_coef); eos_rate stays
-    near 1; explained_variance climbs from 0. From ppo_update: clip_frac stays below 0.01 and
-    ratio_max below 3 (if not, lower the learning rate). If kl jumps, or the answers turn alike,
+    near 1; explained_variance climbs from 0, slowly and with dips. From ppo_update: clip_frac is
+    about 0.001 and ratio_max below 3, but for a few iterations (if often above, lower the learning
+    rate). If kl jumps, or the answers turn alike,
     read them: this may be reward hacking.
     """
     mask, scores, old_logprobs = batch["mask"], batch["scores"], batch["old_logprobs"]

@@ -70,8 +70,8 @@ def train(
 
 
 def adapted_kl_coef(kl, config):
-    """Raise beta when the KL (nats per response) is above its target, else lower it: by a fifth at
-    most in 10,000 responses (Ziegler et al., arXiv:1909.08593, section 2.2)."""
+    """Raise beta when the KL (nats per response) is above its target, else lower it: by about a
+    fifth at most in 10,000 responses (Ziegler et al., arXiv:1909.08593, section 2.2)."""
     error = min(max(kl / config.kl_target - 1, -0.2), 0.2)
     return config.kl_coef * (1 + error * config.batch_size / 10_000)
 

@@ -7,10 +7,11 @@ response y is the only action. So there are one reward, one value and one ratio 
 
 At ratio 1, without whitening, the expected step is the gradient of J. What is lost? All tokens have
 the same advantage, and V has read the prompt alone. The ratio is the product of those of all its
-tokens. So it soon leaves the clip range, and then no token has a gradient. GSPO (Zheng et al.,
-arXiv:2507.18071) takes the geometric mean instead, this product to the power of 1 / length, and
-clips it at 1 - 3e-4 and 1 + 4e-4. So the gradient is divided by the length. Its advantages are
-those of GRPO. Here they are A, and the clip is PPO's: give a small --clip_eps.
+tokens. So it soon leaves the clip range, and then, if it has moved as A wants, no token has a
+gradient. GSPO (Zheng et al., arXiv:2507.18071) takes the geometric mean instead, this product to
+the power of 1 / length, and clips it at 1 - 3e-4 and 1 + 4e-4. So the gradient is divided by the
+length. Its advantages are those of GRPO. Here they are A, and the clip is PPO's: give a small
+--clip_eps.
 """
 
 from dataclasses import dataclass
