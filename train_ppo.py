@@ -52,9 +52,9 @@ def train(
         center_values(policy, rollout(policy, ref, score, prompts[: config.batch_size], config))
 
     for step in run.steps():
-        asked = run.batch(prompts, config.batch_size // config.k)
-        asked = [prompt for prompt in asked for _ in range(config.k)]  # k responses to each
-        batch = rollout(policy, ref, score, asked, config)  # phases 1 and 2
+        batch_prompts = run.batch(prompts, config.batch_size // config.k)
+        batch_prompts = [x for x in batch_prompts for _ in range(config.k)]  # k responses to each
+        batch = rollout(policy, ref, score, batch_prompts, config)  # phases 1 and 2
         batch |= compute_advantages(batch, config)  # phase 3
         stats = ppo_update(policy, optimizer, batch, config, loss)  # phase 4
         stats |= batch_metrics(batch, config)
