@@ -20,8 +20,6 @@ def test_every_command_line_of_a_table_is_one_that_its_script_takes(name, tmp_pa
             commands |= {*map(tuple, words)}
     for words in commands:
         script, *flags = words[words[0] == "-m" :]
-        if script == "examples.outgrow":
-            pytest.importorskip("trl")
         script = script if script.endswith(".py") else script.replace(".", "/") + ".py"
         status, _, error = run(script, *flags)
         missing = "sft_train.jsonl" if script == "train_sft.py" else "sft.pt"
