@@ -2,8 +2,7 @@
 
     python -m bench.critic      ten seeds, batches of 4 to 64 responses, a quarter of an hour
 
-With few responses in a batch, the mean of the batch is a poor baseline; the values know more. A
-figure is score - beta * KL of 1,024 new responses after 200 iterations. The table goes into
+A figure is score - beta * KL of 1,024 new responses after 200 iterations. The table goes into
 RESULTS.md.
 """
 
