@@ -52,7 +52,7 @@ last action counts as 0. (Two settings, gamma and lam, are 1 here: see gae().)
 
     delta        .      0.15   0.22   0.18   .              reward + next value - value
     advantage    .      0.55   0.40   0.18   .              sum of this delta and all later ones
-    return       .      1.35   1.40   1.38   .              advantage + value: rewards from now on
+    return       .      1.35   1.40   1.38   .              advantage + value: rewards from here on
     whitened     .      1.14   0.15  -1.29   .              the advantages of the batch (here: this
                                                             row), scaled to mean 0, variance 1
 
@@ -438,7 +438,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # token (Schulman, "Approximating KL divergence"):
 #
 #     k1 = d                   on average the KL, but often below 0     reward, metric
-#     k2 = d^2 / 2             on average, the gradient of this KL      loss, if kl_loss_coef > 0
+#     k2 = d^2 / 2             its gradient is, on average, this KL's   loss, if kl_loss_coef > 0
 #     k3 = exp(-d) - 1 + d     on average the KL, and never below 0     metric
 #
 # A token influences the KL of all later tokens. In the reward, its d multiplies grad log pi of that
@@ -873,34 +873,37 @@ def table(columns):
     return ["".join(f"{cell:>10}" for cell in row) for row in cells]
 
 
+LETTERS = [*"abcdefghijklmnopqrstuvwxyz", "<eos>"]
+
+
+def turns_score(tokens, mask):
+    """Vowels and consonants should take turns (<eos> is a consonant): (B, T), (B, T-1) -> (B,)."""
+    vowel = sum(tokens == LETTERS.index(c) for c in "aeiou")
+    turns = vowel[:, 1:] != vowel[:, :-1]  # at t: is token t + 1 of another kind than token t?
+    return (torch.where(turns, 0.5, -0.5) * mask).sum(1)
+
+
 def main():
-    letters = [*"abcdefghijklmnopqrstuvwxyz", "<eos>"]
-
-    def score(tokens, mask):  # vowels and consonants should take turns (<eos> is a consonant)
-        vowel = sum(tokens == letters.index(c) for c in "aeiou")
-        turns = vowel[:, 1:] != vowel[:, :-1]  # at t: is token t + 1 of another kind than token t?
-        return (torch.where(turns, 0.5, -0.5) * mask).sum(1)
-
     torch.manual_seed(0)
     iterations, lr, config = 100, 3e-3, PPOConfig(max_new_tokens=8)
-    policy = GPT(GPTConfig(len(letters), context=16, layers=2, channels=32)).eval()
+    policy = GPT(GPTConfig(len(LETTERS), context=16, layers=2, channels=32)).eval()
     ref = frozen_copy(policy)
     optimizer = torch.optim.Adam(policy.parameters(), lr)
     prompts = [[letter] for letter in range(26)]
-    center_values(policy, rollout(policy, ref, score, prompts, config))
+    center_values(policy, rollout(policy, ref, turns_score, prompts, config))
     for step in range(iterations):
         optimizer.param_groups[0]["lr"] = lr * (1 - step / iterations)
         prompts = torch.randint(26, (128, 1)).tolist()
-        batch = rollout(policy, ref, score, prompts, config)  # phases 1 and 2
+        batch = rollout(policy, ref, turns_score, prompts, config)  # phases 1 and 2
         batch |= compute_advantages(batch, config)  # phase 3
         ppo_update(policy, optimizer, batch, config)  # phase 4
         if step % 20 == 0 or step + 1 == iterations:
             stats = batch_metrics(batch, config)
             rows = zip(batch["tokens"][:4].tolist(), row_lengths(batch["mask"]).tolist())
-            words = ["".join(letters[i] for i in ids[:n] if i < 26) for ids, n in rows]
+            words = ["".join(LETTERS[i] for i in ids[:n] if i < 26) for ids, n in rows]
             watch = "  ".join(f"{name} {stats[name]:5.2f}" for name in ("score", "kl", "entropy"))
             print(f"iteration {step + 1:3}  {watch}  {' '.join(words)}")
-    print("\n".join(table(trace(batch, 0, letters.__getitem__))))
+    print("\n".join(table(trace(batch, 0, LETTERS.__getitem__))))
 
 
 if __name__ == "__main__":

@@ -65,8 +65,8 @@ def train(
             ref.load_state_dict(policy.state_dict(), strict=False)  # ref has no separate critic
         run.end_step(stats, batch)  # watches, logs, saves
 
-    report(run, score, prompts)
     run.finish()
+    report(run, score, prompts)
 
 
 def adapted_kl_coef(kl, config):

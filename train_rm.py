@@ -68,7 +68,7 @@ def train():
 
 @torch.no_grad()
 def validate(model, pairs, size):
-    """Mean loss and accuracy over the pairs, `size` in memory at once, and its standard error."""
+    """Loss, accuracy and the standard error of the accuracy; `size` pairs in memory at once."""
     scores = torch.cat([torch.stack(pair_scores(model, x)) for x in in_parts(pairs, size)], 1)
     loss, stats = reward_model_loss(*scores)
     accuracy = stats["accuracy"]

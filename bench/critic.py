@@ -13,11 +13,10 @@ from itertools import product
 import torch
 
 from bench.tables import keep, made, mean_and_error
-from minippo import GPT, GPTConfig, PPOConfig, batch_metrics, center_values, compute_advantages
-from minippo import frozen_copy, ppo_update, rollout
+from minippo import GPT, LETTERS, GPTConfig, PPOConfig, batch_metrics, center_values
+from minippo import compute_advantages, frozen_copy, ppo_update, rollout, turns_score
 from plumbing.settings import read_flags, script
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
 SEEDS, BATCHES, ITERATIONS, LR = range(10), (4, 8, 16, 64), 200, 3e-3
 ROWS = {
     "values": {},
@@ -26,28 +25,22 @@ ROWS = {
 }
 
 
-def score(tokens, mask):
-    """As in minippo.main(): 0.5 for each change between vowel and consonant, else -0.5."""
-    vowel = sum(tokens == LETTERS.index(c) for c in "aeiou")
-    return (torch.where(vowel[:, 1:] != vowel[:, :-1], 0.5, -0.5) * mask).sum(1)
-
-
 def objective(job):
     """(settings, batch size, seed) -> score - beta * KL at the end."""
     settings, size, seed = job
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     config = PPOConfig(max_new_tokens=32, **settings)
-    policy = GPT(GPTConfig(len(LETTERS) + 1, context=40, layers=2, channels=32)).eval()
+    policy = GPT(GPTConfig(len(LETTERS), context=40, layers=2, channels=32)).eval()
     ref, optimizer = frozen_copy(policy), torch.optim.Adam(policy.parameters(), LR)
     prompts = [[letter] for letter in range(26)]
-    center_values(policy, rollout(policy, ref, score, prompts, config))
+    center_values(policy, rollout(policy, ref, turns_score, prompts, config))
     for step in range(ITERATIONS):
         optimizer.param_groups[0]["lr"] = LR * (1 - step / ITERATIONS)
-        batch = rollout(policy, ref, score, torch.randint(26, (size, 1)).tolist(), config)
+        batch = rollout(policy, ref, turns_score, torch.randint(26, (size, 1)).tolist(), config)
         batch |= compute_advantages(batch, config)
         ppo_update(policy, optimizer, batch, config)
-    batch = rollout(policy, ref, score, torch.randint(26, (1024, 1)).tolist(), config)
+    batch = rollout(policy, ref, turns_score, torch.randint(26, (1024, 1)).tolist(), config)
     return batch_metrics(batch, config)["rlhf_reward"]
 
 

@@ -53,10 +53,10 @@ def keep(sections, source):
     """Put these sections, of this commit and machine, in place of those in results.json, and the
     tables into RESULTS.md."""
     results = load()
-    of = {x: commit for commit, row in results["made"].items() for x in row["tables"].split()}
-    of |= dict.fromkeys(sections, source)
+    rows = results["made"].items()
+    commits = {name: commit for commit, row in rows for name in row["tables"].split()}
     made = {}
-    for name, commit in of.items():
+    for name, commit in (commits | dict.fromkeys(sections, source)).items():
         made.setdefault(commit, []).append(name)
     made = {commit: {"tables": " ".join(names)} for commit, names in made.items()}
     write_file(PATH, dumps(results | sections | {"made": made}))

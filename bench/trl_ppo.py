@@ -79,8 +79,8 @@ def main():
     trainer, theirs = make_trainer(config, prompts, cap=cap)
     trainer.train()
     copy_trunk(theirs.transformer, policy.trunk)
-    report(run, score, prompts)
     run.finish()
+    report(run, score, prompts)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ header line, if its name ends in .csv or .tsv.
     --messages messages                               chats: sft files
     --chosen good --rejected bad                      pairs of chats: pref files
 
-A flag names a key of the objects, or a column. "input" and "label" may change what
-a row means, so a file with these keys is refused.
+A flag names a key of the objects, or a column. "input" and "label" may change what a row means, so
+a file in which they are not empty is refused.
 
 A chat is a list of messages {"role": ..., "content": ...}. The last one, by the assistant, is the
 answer, and those before are the prompt, "User: ...\\nAssistant:". Or it is a transcript, one string

@@ -111,8 +111,8 @@ def main():
     train_grpo(config, prompts, tokenizer, score)
     if process.is_main_process:
         policy.load_state_dict(read_gpt2(config.out / "policy")[0].state_dict())
-        report(run, score, prompts)
         run.finish()
+        report(run, score, prompts)
 
 
 if __name__ == "__main__":

@@ -79,13 +79,14 @@ def read_gpt2(source, bfloat16=False):
         hint, c = "it should be a GPT-2 language model like OpenAI's", theirs.config
         tokenizer = read_vocabulary(tokenizer)
         shape = c.vocab_size, c.n_positions, c.n_layer, c.n_head, c.n_embd
-        model = GPT(GPTConfig(*shape, bfloat16))
+        model = GPT(GPTConfig(*shape))
         copy_trunk(theirs.transformer, model.trunk)
         tokens = torch.randint(c.vocab_size, (1, min(9, c.n_positions)))
         gap = (theirs.eval()(tokens).logits - model(tokens)[0]).abs().max()
         if info["missing_keys"] or tokenizer.vocab_size != c.vocab_size or gap > 0.1:
             lacks = f"{len(info['missing_keys'])} weights are missing"
             raise ValueError(f"{lacks}, {tokenizer.vocab_size} tokens, logits {gap:.2g} off")
+        model.config.bfloat16 = bfloat16  # not in the comparison
     except Exception as error:  # each library has its own errors
         reason = f"{type(error).__name__}: {error}".partition("\n")[0][:140]
         raise UserError(f"{source}: could not be read ({reason}); {hint}")

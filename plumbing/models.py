@@ -170,14 +170,16 @@ def text_reward(function, tokenizer, config):
         prompts, responses = texts_of(tokenizer, tokens, mask)
         returned = function(prompts, responses)
         try:
-            scores = torch.tensor([float(x) for x in returned], device=tokens.device)
-            fits = len(scores) == len(prompts) and bool((scores.abs() <= LARGEST_SCORE).all())
+            scores = [float(x) for x in returned]
         except (TypeError, ValueError, OverflowError, RuntimeError):
-            fits = False
-        if not fits:
+            scores = []
+        texts = zip(scores, prompts, responses)
+        bad = [f"{x} for {(p + r)[:80]!r}" for x, p, r in texts if not abs(x) <= LARGEST_SCORE]
+        if bad or len(scores) != len(prompts):
+            wrong = bad[0] if bad else repr(returned)[:80]
             limits = f"{len(prompts)} numbers, none beyond {LARGEST_SCORE:,.0f}"
-            raise UserError(f"--reward: should return a list of {limits}, not {returned!r:.200}")
-        return scores
+            raise UserError(f"--reward: should return a list of {limits}, not {wrong}")
+        return torch.tensor(scores, device=tokens.device)
 
     return score
 

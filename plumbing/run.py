@@ -152,7 +152,9 @@ class Run:
             self.config.kl_coef = contents["kl_coef"]  # it may have been adapted
         except (KeyError, ValueError, RuntimeError) as error:
             raise UserError(f"{self.state_path}: damaged ({type(error).__name__}); {again}")
-        if self.done:
+        config = self.config
+        report = self.kind != "ppo" or config.no_report or (config.out / "report.json").exists()
+        if self.done and report:  # else the report is still to be made
             if not self.path.exists():
                 raise UserError(f"{self.path} is gone; --overwrite makes it again")
             print(f"{self.path} is finished; --overwrite makes it again")

@@ -5,6 +5,7 @@ import torch
 
 from bench import critic, results, tables
 from cli import PPO, run, write_data, write_models
+from minippo import turns_score
 from plumbing.models import load_checkpoint, save_checkpoint
 
 MODULES = "critic", "pictures", "pretrained", "results", "speed", "tables", "trl_ppo"
@@ -165,7 +166,7 @@ def test_the_experiment_with_the_critic_is_the_loop_of_minippo(monkeypatch):
     monkeypatch.setattr(critic, "ITERATIONS", 60)
     assert critic.objective(({"kl_coef": 1e3}, 64, 0)) < 0 < 1 < critic.objective(({}, 64, 0))
     tokens = torch.tensor([[0, 1, 4, 8, 26]])  # a b e i <eos>
-    assert critic.score(tokens, torch.tensor([[True] * 4])).item() == 0.5 + 0.5 - 0.5 + 0.5
+    assert turns_score(tokens, torch.tensor([[True] * 4])).item() == 0.5 + 0.5 - 0.5 + 0.5
 
 
 def test_trls_ppo_has_our_settings_and_cap_and_its_policy_is_saved(tmp_path, monkeypatch):

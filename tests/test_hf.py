@@ -60,7 +60,9 @@ def test_an_imported_gpt2_gives_the_logits_and_ids_of_transformers(tmp_path):
     file |= {name.removeprefix("transformer."): x for name, x in old.items()}
     save_file(file, path, metadata={"format": "pt"})
     model, tokenizer = hf.read_gpt2(tmp_path)
-    assert model.training and hf.read_gpt2(tmp_path, True)[0].config.bfloat16
+    assert model.training and not model.config.bfloat16
+    half, tokens = hf.read_gpt2(tmp_path, True)[0], torch.arange(9)[None]
+    assert half.trunk.config.bfloat16 and not torch.equal(half(tokens)[0], model(tokens)[0])
     assert_same_logits(model, theirs)
     their_ids = AutoTokenizer.from_pretrained(tmp_path, split_special_tokens=True).encode
     for text in [*TEXTS, *zoo.PROMPTS, *random_texts(0)]:

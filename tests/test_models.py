@@ -123,7 +123,7 @@ def test_a_function_scores_texts_or_tokens(config, monkeypatch):
     reads_tokens.reads_tokens = True
     assert text_reward(reads_tokens, BYTES, config)(1, 2) == (1, 2, config)
     for x in (-1000001.0, nan):
-        with pytest.raises(UserError, match=rf"not \[0, {x}\]"):
+        with pytest.raises(UserError, match=f"not {x} for 'DE'"):
             text_reward(lambda *_, x=x: [0, x], BYTES, "")(TOKENS, MASK)
 
 

@@ -30,7 +30,7 @@ STAGES = {
     "--kl_target 1 --ref_update_every 1 --separate_critic --seed 4 --no_report",
 }
 CHANGES = {
-    "sft": "--lr=0.5 --layers=2 data/sft_train.jsonl data/sft_val.jsonl",
+    "sft": "--lr=0.5 --layers=2 --seed=9 data/sft_train.jsonl data/sft_val.jsonl",
     "rm": "--lr=0.5 data/pref_train.jsonl data/pref_val.jsonl data/prompts_train.jsonl sft.pt",
     "ppo": "--lr=0.5 --kl_coef=0.5 data/prompts_train.jsonl rm.pt",
 }
@@ -121,7 +121,7 @@ def test_a_run_stopped_anywhere_ends_as_if_it_had_not_been(begun, whole, monkeyp
         assert status == 2 and "cannot be written (No space left on device)" in error
     else:
         assert status == "crash"
-        assert (folder / f"{kind}.pt").exists() == (how == "done")
+        assert (folder / f"{kind}.pt").exists() == (how in ("report", "done"))
     status, printed, error = go(kind, folder, "--resume")
     assert (status, error) == (0, "") and results(folder, kind) == whole[kind]
     assert ("so this run starts at the beginning" in printed) == (stop == "sft 1 crash")
@@ -194,6 +194,17 @@ def test_what_is_there_is_overwritten_on_request_alone(tmp_path, capsys):
     torch.save({**torch.load(tmp_path / "sft_state.pt"), "model": {}}, tmp_path / "sft_state.pt")
     with pytest.raises(UserError, match="damaged .*; --overwrite starts over"):
         begin(tmp_path, resume=True)
+
+
+def test_a_finished_run_of_ppo_whose_report_was_interrupted_makes_it(tmp_path):
+    finish(tmp_path)
+    (tmp_path / "sft_state.pt").rename(tmp_path / "ppo_state.pt")
+    (tmp_path / "sft.pt").rename(tmp_path / "ppo.pt")
+    assert [*begin(tmp_path, "ppo", resume=True, no_report=False).steps()] == []
+    for no_report in (True, False):
+        with pytest.raises(SystemExit):
+            begin(tmp_path, "ppo", resume=True, no_report=no_report)
+        (tmp_path / "report.json").touch()
 
 
 def test_an_earlier_run_is_there_until_the_first_step(tmp_path):

@@ -55,8 +55,8 @@ rm sft.pt; ppo --models DIR -> sft.pt: not found; ... --models names its folder
 ppo --reward bad -> bad: ... should be module:function, for instance my:score
 ppo --reward bad:few --separate_critic -> --separate_critic starts from the reward model
 ppo --reward bad:few -> --reward: should return a list of 8 numbers, none beyond 1,000,000, not [1.0]
-ppo --reward bad:nan -> none beyond 1,000,000, not [0.0, 0.0, ... nan]
-ppo --reward bad:large -> none beyond 1,000,000, not [1000000.0, ... -1100000.0]
+ppo --reward bad:nan -> none beyond 1,000,000, not nan for '
+ppo --reward bad:large -> none beyond 1,000,000, not -1100000.0 for '
 ppo --reward bad:words -> none beyond 1,000,000, not ['good', '
 sample.py -> required: CHECKPOINT PROMPT (-h
 sample.py DIR/sft.pt a --n 0 -> --n 0: should be at least 1

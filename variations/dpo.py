@@ -99,8 +99,8 @@ def main():
         stats = merge([(1 / len(steps), stats) for stats in steps])
         run.end_step(stats | batch_metrics(batch, config), batch)
 
-    report(run, score, [prompt for prompt, *_ in pairs])
     run.finish()
+    report(run, score, [prompt for prompt, *_ in pairs])
 
 
 if __name__ == "__main__":
