@@ -58,7 +58,7 @@ last action counts as 0. (Two settings, gamma and lam, are 1 here: see gae().)
 
 Phase 4 makes actions with a whitened advantage above 0 more probable, and those with one below 0
 less probable. (<eos> turned out better than expected, but less so than the average, which whitening
-subtracts: its price, see whiten().) Section 5 shows the numbers, with the loss.
+subtracts.) Section 5 shows the numbers, with the loss.
 """
 
 import copy
@@ -292,7 +292,7 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0, with_entropy=False):
     logprobs = gather_logprobs(logits, actions[mask], temperature)  # (N,)
     values = at_least_float32(policy.value_head(value_hidden).squeeze(-1))  # (N,)
     entropy = torch.zeros_like(values)
-    if with_entropy:  # H = E[-log p]; the clamp: 0 * -inf should be 0
+    if with_entropy:  # E[-log p]; the clamp: 0 * -inf should be 0
         log_p = torch.log_softmax(logits / temperature, -1)
         entropy = -(log_p.exp() * log_p.clamp(min=torch.finfo(log_p.dtype).min)).sum(-1)
     blank = logits.new_zeros(mask.shape)
@@ -304,7 +304,7 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0, with_entropy=False):
 #
 # To add a token, a transformer need not reread the row: of the earlier tokens, attention needs only
 # the keys and values. These are kept in the *cache*, two tensors for each block. Reading a row in
-# one pass is called *prefill*, writing token by token *decoding*. Only the policy decodes.
+# one pass is called *prefill*, writing token by token *decoding*.
 
 
 def draw(logits):
@@ -362,8 +362,8 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
         begin, t = t, t + 1
     T = int(lengths.max())
     tokens, mask = tokens[:, :T], response_mask(prompt_lengths, lengths, T)
-    # The loop has these numbers too, but rounded differently. Computed as in the update, they let
-    # the ratio pi / old (section 5) start at 1 there.
+    # The loop has these numbers too, but rounded differently. Computed as in the update, they make
+    # the ratio pi / old (section 5) start at 1.
     logprobs, values, _ = evaluate_actions(policy, tokens, mask, temperature)
     return tokens, mask, logprobs, values
 
@@ -371,12 +371,12 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
 # --------------------------------------------------------------------------------------------------
 # 4. The reward model's loss
 #
-# Usually two answers to a prompt are sampled from the SFT model, and a person picks the better one.
-# (The default data come with simulated pairs.) Why pairs? It is easier to say which of two answers
-# is better than to give a grade: each person has a scale of their own. Bradley and Terry (1952): a
-# is preferred to b with probability sigmoid(score(a) - score(b)). Only differences count: the zero
-# of the scores is arbitrary. The loss is -log of this probability. With a margin, score(a) -
-# score(b), of 2, 0, -2, the loss is 0.13, 0.69, 2.13.
+# Usually two answers to a prompt are sampled from the SFT model, and a person picks the better one:
+# that is easier than to give grades, for which each person has a scale of their own. (The default
+# data come with simulated pairs.) Bradley and Terry (1952): a is preferred to b with probability
+# sigmoid(score(a) - score(b)). Only differences count: the zero of the scores is arbitrary. The
+# loss is -log of this probability. With a margin, score(a) - score(b), of 2, 0, -2, the loss is
+# 0.13, 0.69, 2.13.
 #
 # Why a model? Nobody would grade all responses that PPO samples, 57,600 in train_ppo.py. These
 # differ from the answers in the pairs (*distribution shift*), so their scores may be wrong: too
@@ -407,17 +407,17 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #                   = sum_y p(y) grad log p(y) score(y)         because grad p = p grad log p
 #                   = E[ grad log p(y) score(y) ]               (the log-derivative trick)
 #
-# This is the *policy gradient*, a mean over samples again: make each response more probable, or
-# less, in proportion to its score. As code, it is REINFORCE (Williams, 1992):
+# This is the *policy gradient*, a mean over samples: make each response more probable, or less, in
+# proportion to its score. As code, it is REINFORCE (Williams, 1992):
 #
 #     tokens, mask, _, _ = generate(policy, prompts, max_new_tokens)
 #     logprobs, _, _ = evaluate_actions(policy, tokens, mask)
 #     loss = -(logprobs.sum(1) * score(tokens, mask)).mean()    # log p(y) is the sum of log pi
 #
-# A response that is never sampled never earns anything: sampling is how the policy *explores*, and
-# bad answers are part of it. The error of the mean shrinks only with the square root of the batch
-# size, so most of what follows fights noise. Four changes lead from here to PPO: the KL, returns, a
-# baseline, and several gradient steps on one batch.
+# A response that is never sampled never earns anything: sampling is how the policy *explores*. The
+# error of the mean shrinks only with the square root of the batch size, so most of what follows
+# fights noise. Four changes lead from here to PPO: the KL, returns, a baseline, and several gradient
+# steps on one batch.
 #
 # The first change: the KL joins the reward. J has score - beta * (log p - log ref) in place of the
 # score (log p and log ref are those of the whole response). This contains log p, which has a
@@ -430,9 +430,9 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # ref). The score is one more reward, with the last token.
 #
 # The KL is never below 0, and 0 only where both agree; a sample of it may be negative. It has a
-# direction. KL(pi || ref) is a mean over what pi writes. So writing what ref hardly ever writes
-# costs much; dropping answers costs little (*mode collapse*). KL(ref || pi), a mean over what ref
-# writes, would keep all of its answers, mistakes too.
+# direction. KL(pi || ref) is a mean over what pi writes: writing what ref hardly ever writes costs
+# much, dropping answers costs little (*mode collapse*). KL(ref || pi), a mean over what ref writes,
+# would keep all of its answers, mistakes too.
 #
 # Three estimates of the KL, of one choice of a token, where d is log pi - log ref of the sampled
 # token (Schulman, "Approximating KL divergence"):
@@ -447,8 +447,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # log pi: each token gets only its own d. So the KL stands in the reward.
 #
 # k3 is never below 0, because exp(x) >= 1 + x, and near 0 it varies less than k1, so it is the one
-# to log. Its mean is right because exp(-d) = ref / pi has the mean sum ref = 1. (GRPO has k3 as a
-# loss.)
+# to log. Its mean is right because exp(-d) = ref / pi has the mean sum ref = 1.
 
 
 def bounded_exp(x):
@@ -487,17 +486,17 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 # grad log pi is multiplied by the sum of the rewards from it on, the *return*.
 #
 # The third change: a baseline. What does not depend on the action may be subtracted from the
-# return: on average it changes nothing, because E[grad log pi] = 0. PPO subtracts the *value* V,
+# return: on average it changes nothing, because E[grad log pi] = 0. PPO subtracts the *value* v,
 # the return to be expected in this state. What is left is the *advantage* A: how much better than
 # expected did this action turn out? (Textbooks write Q - V, where Q is the return to be expected
-# after the action. Q needs no network of its own: reward + next value estimates it.) The value
+# after the action. It needs no network of its own: reward + next value estimates it.) The value
 # function is the *critic*, the policy the *actor*.
 
 
 def gae(rewards, values, mask, gamma, lam):
     """Generalised advantage estimation (arXiv:1506.02438): (B, T-1) each -> advantages, returns.
 
-    delta_t = r_t + gamma V_{t+1} - V_t, the *temporal difference error*: the reward, and how much
+    delta_t = r_t + gamma v_{t+1} - v_t, the *temporal difference error*: the reward, and how much
     more is expected after the action than before. The advantage also counts what is found out later
     (eq. 16):
 
@@ -512,8 +511,7 @@ def gae(rewards, values, mask, gamma, lam):
     but noisy. lam = 0 gives delta alone, which trusts the next value (*bootstrapping*): less noisy,
     but wrong where the values are wrong. In between, A is a weighted mean of advantages that sample
     n = 1, 2, 3, ... rewards before they trust a value. For hundreds of tokens, begin with 0.95: the
-    noise of lam = 1 grows with the number of rewards. The returns are advantages + values: sums of
-    sampled rewards for lam = 1, else mixed with predictions.
+    noise of lam = 1 grows with the number of rewards.
 
     gamma below 1 makes a reward count less the further ahead it is. For text 1 is usual, because
     the score comes once, at the end. No reward follows the last action, so the value after it
@@ -537,10 +535,9 @@ def whiten(x, mask):
 
     So the gradient of the policy does not depend on the scale of the rewards: multiplying scores,
     beta and values by 10 gives the same whitened advantages. The mean acts as one more baseline.
-    (This mean contains the action's own advantage, which matters little in a large batch.) What is
-    lost: how large the advantages were, so a batch of nearly equal responses is scaled up, noise
-    included; and their sign, where nearly all turned out better than expected. Returns are never
-    whitened: the values must learn their true size.
+    What is lost: how large the advantages were, so a batch of nearly equal responses is scaled up,
+    noise included; and their sign, where nearly all turned out better than expected. Returns are
+    never whitened: the values must learn their true size.
     """
     check_mask(mask, x)
     selected = x[mask]
@@ -550,13 +547,13 @@ def whiten(x, mask):
 
 # The fourth change: several gradient steps on one batch, because for large models sampling is slow.
 # A pass over the batch is cut into minibatches, with a gradient step for each. The first step is
-# *on-policy*: the policy that is trained has sampled the batch. After it, the weights have changed:
-# the sampler is the *old* policy, and the next steps are *off-policy*. The *ratio* pi / old
-# corrects for that, choice by choice (*importance sampling*): E_old[ratio * A] = sum_a old(a)
-# (pi(a) / old(a)) A(a) = E_pi[A]. (What it does not correct: the states are those that old
-# reached.) The gradient of ratio * A is ratio * A * grad log pi, because grad pi = pi grad log pi.
-# At ratio 1, where an update begins, this is the policy gradient. Far from 1, a few large ratios
-# dominate. So PPO clips the ratio.
+# *on-policy*: the policy that is trained has sampled the batch. Then the weights have changed: the
+# sampler is the *old* policy, and the next steps are *off-policy*. The *ratio* pi / old corrects
+# for that, choice by choice (*importance sampling*): E_old[ratio * A] = sum_a old(a) (pi(a) /
+# old(a)) A(a) = E_pi[A]. (What it does not correct: the states are those that old reached.) The
+# gradient of ratio * A is ratio * A * grad log pi, because grad pi = pi grad log pi. At ratio 1,
+# where an update begins, this is the policy gradient. Far from 1, a few large ratios dominate. So
+# PPO clips the ratio.
 #
 # Do not confuse two policies: the old one sampled this batch, a few gradient steps ago. The
 # reference is the SFT model, frozen. The ratio compares pi with old, the KL compares pi with ref.
@@ -591,8 +588,8 @@ def whiten(x, mask):
 # the clip hardly acts. It is for several passes: four passes without it, and without the clip of
 # the values (below), ruin the policy (RESULTS.md).
 #
-# The loss is a mean over tokens, where the derivation has a sum for each response: a factor that is
-# nearly the same for all batches.
+# The loss is a mean over tokens, where the derivation has a sum for each response. The two differ
+# by a factor that is nearly the same for all batches.
 
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
@@ -834,13 +831,12 @@ def batch_metrics(batch, config):
     kl_coef); entropy falls, but not to 0, where one answer is left (raise kl_coef); eos_rate stays
     near 1; explained_variance climbs from 0, slowly and with dips. From ppo_update: clip_frac is
     about 0.001 and ratio_max below 3, but for a few iterations (if often above, lower the learning
-    rate). If kl jumps, or the answers turn alike,
-    read them: this may be reward hacking.
+    rate). If kl jumps, or the answers turn alike, read them: this may be reward hacking.
     """
     mask, scores, old_logprobs = batch["mask"], batch["scores"], batch["old_logprobs"]
     kl, kl_k3 = kl_per_response(old_logprobs, batch["ref_logprobs"], mask)
     means = {"score": scores, "kl": kl, "kl_k3": kl_k3, "rlhf_reward": scores - config.kl_coef * kl}
-    means["entropy"] = -old_logprobs[mask]  # H = E[-log pi], over what was sampled
+    means["entropy"] = -old_logprobs[mask]  # E[-log pi], over what was sampled
     means |= {"response_length": mask.sum(1).float(), "eos_rate": batch["ended"].float()}
     stats = {name: x.mean().item() for name, x in means.items()}
     if "returns" in batch:
