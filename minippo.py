@@ -40,7 +40,7 @@ eat", a score of 1.40 and beta 0.1:
     index t      0      1      2      3      4      5
     tokens       Bees   eat    sweet  nectar <eos>  pad     (B, T); <eos> is the end token
     action       eat    sweet  nectar <eos>  pad            tokens[:, t + 1]; from here on (B, T-1)
-    mask         .      x      x      x      .              is the action part of the response?
+    mask         .      x      x      x      .              does the action belong to the response?
     log pi       .     -0.50  -1.20  -0.10   .              of the action, when it was sampled
     log ref      .     -1.00  -1.00  -0.30   .              of the action, under the reference
     KL           .      0.50  -0.20   0.20   .              the action's part: log pi - log ref
@@ -194,7 +194,7 @@ class GPT(nn.Module):
         return hidden, hidden if self.critic is None else self.critic(tokens)
 
     def forward(self, tokens):
-        """tokens (B, T) -> logits (B, T, V), values (B, T); both at t belong to token t + 1."""
+        """tokens (B, T) -> logits (B, T, V), values (B, T); both at t are about token t + 1."""
         hidden, value_hidden = self.hidden(tokens)
         return self.lm_head(hidden), self.value_head(value_hidden).squeeze(-1)
 
@@ -252,9 +252,9 @@ def response_mask(prompt_lengths, lengths, columns):
 
 
 def row_lengths(mask):
-    """mask (B, T-1) -> (B,): tokens of prompt and response. The last token is at length - 1, so the
-    mask, which is about the next token, is true for the last time at length - 2. ValueError if a
-    response is empty: no token could receive its score."""
+    """mask (B, T-1) -> (B,): tokens of prompt and response. The mask is last true at length - 2,
+    where the last token is chosen. ValueError if a response is empty: no token could receive its
+    score."""
     if not mask.any(1).all():
         raise ValueError("a response is empty: it needs a token, at least the end token")
     return (mask * torch.arange(mask.shape[1], device=mask.device)).amax(1) + 2
@@ -311,7 +311,8 @@ def draw(logits):
     """A random token from each softmax(logits): (B, V) -> (B,).
 
     Cut the interval from 0 to 1 into pieces as long as the probabilities, draw a number u from it,
-    and take the token whose piece u falls into (*inverse transform sampling*).
+    and take the token whose piece u falls into (*inverse transform sampling*). torch.multinomial
+    does the same.
     """
     ends = logits.softmax(-1).cumsum(-1, dtype=torch.float64)  # where the pieces end
     if ends[:, -1].isnan().any():
@@ -389,7 +390,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
     if chosen_scores.shape != rejected_scores.shape:
         raise ValueError(f"shapes {chosen_scores.shape} and {rejected_scores.shape} differ")
     margin = chosen_scores - rejected_scores
-    loss = -torch.nn.functional.logsigmoid(margin).mean()  # spelled out, for pasting elsewhere
+    loss = -torch.nn.functional.logsigmoid(margin).mean()
     accuracy = (margin > 0).float().mean() + 0.5 * (margin == 0).float().mean()  # a tie: half a hit
     return loss, {"accuracy": accuracy.item(), "margin": margin.mean().item()}
 
@@ -416,8 +417,8 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #
 # A response that is never sampled never earns anything: sampling is how the policy *explores*. The
 # error of the mean shrinks only with the square root of the batch size, so most of what follows
-# fights noise. Four changes lead from here to PPO: the KL, returns, a baseline, and several gradient
-# steps on one batch.
+# fights noise. Four changes lead from here to PPO: the KL, returns, a baseline, and several
+# gradient steps on one batch.
 #
 # The first change: the KL joins the reward. J has score - beta * (log p - log ref) in place of the
 # score (log p and log ref are those of the whole response). This contains log p, which has a
@@ -438,16 +439,17 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # token (Schulman, "Approximating KL divergence"):
 #
 #     k1 = d                   on average the KL, but often below 0     reward, metric
-#     k2 = d^2 / 2             its gradient is, on average, this KL's   loss, if kl_loss_coef > 0
+#     k2 = d^2 / 2             on average, its gradient is the KL's     loss, if kl_loss_coef > 0
 #     k3 = exp(-d) - 1 + d     on average the KL, and never below 0     metric
 #
-# A token influences the KL of all later tokens. In the reward, its d multiplies grad log pi of that
-# token and of all before it, which led there: this is the gradient of J. In a loss, k1 has the
-# gradient grad log pi, whose mean is 0: it would teach nothing. The gradient of k2 is d * grad
-# log pi: each token gets only its own d. So the KL stands in the reward.
+# A token also decides which states come later, and so changes the KL of later tokens. In the
+# reward, the d of a token multiplies grad log pi of this token and of all earlier ones: this is the
+# gradient of J. In a loss, the gradient of k2 is d * grad log pi: each token gets only its own d.
+# The gradient of k1 is grad log pi, whose mean is 0: as a loss it would teach nothing. So the KL
+# stands in the reward.
 #
-# k3 is never below 0, because exp(x) >= 1 + x, and near 0 it varies less than k1, so it is the one
-# to log. Its mean is right because exp(-d) = ref / pi has the mean sum ref = 1.
+# k3 is never below 0, because exp(x) >= 1 + x, and near 0 it varies less than k1. Its mean is right
+# because exp(-d) = ref / pi has the mean sum ref = 1.
 
 
 def bounded_exp(x):
@@ -476,10 +478,9 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
     return rewards
 
 
-# Which token deserves how much? This is *credit assignment*. So far the sum of all rewards of an
-# *episode* or *trajectory*, a response with its states and actions, multiplies each grad log pi in
-# it. (In a game, the *environment* chooses the next state. Here it only appends the token.) Two
-# more changes leave the mean of this gradient as it is, and make it less noisy:
+# Which token deserves how much? This is *credit assignment*. So far each grad log pi is multiplied
+# by the sum of all rewards of its response (its *episode* or *trajectory*). Two more changes leave
+# the mean of this gradient as it is, and make it less noisy:
 #
 # The second change: only what comes after. A token cannot change the rewards before it, and on
 # average they contribute nothing to its gradient, for the same reason as a baseline (below). So its
@@ -488,9 +489,9 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 # The third change: a baseline. What does not depend on the action may be subtracted from the
 # return: on average it changes nothing, because E[grad log pi] = 0. PPO subtracts the *value* v,
 # the return to be expected in this state. What is left is the *advantage* A: how much better than
-# expected did this action turn out? (Textbooks write Q - V, where Q is the return to be expected
-# after the action. It needs no network of its own: reward + next value estimates it.) The value
-# function is the *critic*, the policy the *actor*.
+# expected did this action turn out? (Textbooks write Q - V. Reward + next value estimates Q, the
+# return to be expected after the action.) The value function is the *critic*, the policy the
+# *actor*.
 
 
 def gae(rewards, values, mask, gamma, lam):
@@ -509,13 +510,13 @@ def gae(rewards, values, mask, gamma, lam):
 
     lam = 1, the default, gives the sampled return less the value (*Monte Carlo*): right on average,
     but noisy. lam = 0 gives delta alone, which trusts the next value (*bootstrapping*): less noisy,
-    but wrong where the values are wrong. In between, A is a weighted mean of advantages that sample
-    n = 1, 2, 3, ... rewards before they trust a value. For hundreds of tokens, begin with 0.95: the
-    noise of lam = 1 grows with the number of rewards.
+    but wrong where the values are wrong. In between, A is a weighted mean of estimates, each from n
+    = 1, 2, 3, ... sampled rewards and the value after them. For hundreds of tokens, begin with
+    0.95: the noise of lam = 1 grows with the number of rewards.
 
-    gamma below 1 makes a reward count less the further ahead it is. For text 1 is usual, because
-    the score comes once, at the end. No reward follows the last action, so the value after it
-    counts as 0, even if the length limit cut the response off.
+    gamma below 1 makes a reward count less the further ahead it is. For text 1 is usual: a long
+    answer is worth no less than a short one. No reward follows the last action, so the value after
+    it counts as 0, even if the length limit cut the response off.
     """
     check_mask(mask, rewards, values)
     rewards, values = torch.where(mask, rewards, 0.0), torch.where(mask, values, 0.0)
@@ -531,7 +532,7 @@ def gae(rewards, values, mask, gamma, lam):
 
 def whiten(x, mask):
     """Shift and scale x, (B, T-1), to mean 0 and standard deviation 1 over the mask; 0 elsewhere.
-    Equal values, which differ by rounding at most, become 0.
+    If all values are equal, up to rounding, all become 0.
 
     So the gradient of the policy does not depend on the scale of the rewards: multiplying scores,
     beta and values by 10 gives the same whitened advantages. The mean acts as one more baseline.
@@ -547,13 +548,13 @@ def whiten(x, mask):
 
 # The fourth change: several gradient steps on one batch, because for large models sampling is slow.
 # A pass over the batch is cut into minibatches, with a gradient step for each. The first step is
-# *on-policy*: the policy that is trained has sampled the batch. Then the weights have changed: the
-# sampler is the *old* policy, and the next steps are *off-policy*. The *ratio* pi / old corrects
-# for that, choice by choice (*importance sampling*): E_old[ratio * A] = sum_a old(a) (pi(a) /
-# old(a)) A(a) = E_pi[A]. (What it does not correct: the states are those that old reached.) The
-# gradient of ratio * A is ratio * A * grad log pi, because grad pi = pi grad log pi. At ratio 1,
-# where an update begins, this is the policy gradient. Far from 1, a few large ratios dominate. So
-# PPO clips the ratio.
+# *on-policy*: the policy that is trained has sampled the batch. Then its weights change: the
+# sampler is now the *old* policy, and the next steps are *off-policy*. The *ratio* pi / old
+# corrects for that, choice by choice (*importance sampling*): E_old[ratio * A] = sum_a old(a)
+# (pi(a) / old(a)) A(a) = E_pi[A]. (What it does not correct: the states are those that old
+# reached.) The gradient of ratio * A is ratio * A * grad log pi, because grad pi = pi grad log pi.
+# At ratio 1, where an update begins, this is the policy gradient. Far from 1, a few large ratios
+# dominate. So PPO clips the ratio.
 #
 # Do not confuse two policies: the old one sampled this batch, a few gradient steps ago. The
 # reference is the SFT model, frozen. The ratio compares pi with old, the KL compares pi with ref.
@@ -569,7 +570,7 @@ def whiten(x, mask):
 #     clipped        1.20   1.11   0.80
 #     ratio * A      1.46   0.17  -0.96
 #     clipped * A    1.37   0.17  -1.04     loss: -(1.37 + 0.17 - 1.04) / 3 = -0.17
-#     gradient       0      0.17   0        factor of grad log pi, of the smaller one
+#     gradient       0      0.17   0        what multiplies grad log pi in the smaller one
 #
 # Where the clipped product is the smaller one, there is no gradient, because a clipped ratio is a
 # constant. The first token has risen enough, the last has fallen enough. Why the smaller one, and
@@ -589,7 +590,7 @@ def whiten(x, mask):
 # the values (below), ruin the policy (RESULTS.md).
 #
 # The loss is a mean over tokens, where the derivation has a sum for each response. The two differ
-# by a factor that is nearly the same for all batches.
+# by a factor, the mean length of a response, that hardly changes from batch to batch.
 
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
@@ -617,9 +618,9 @@ def value_loss(values, old_values, returns, mask, clip):
 
     Published code usually clips the values too, so that they do not follow one noisy batch too far.
     It compares the error of the value with that of the value moved by at most `clip`, and takes the
-    larger. The first value of the header, 0.80, should become 1.35. If it moves to 1.10, its error
-    is 0.03. With clip 0.2 it may move to 1.00, where the error is 0.06. So 0.06 counts, and has no
-    gradient.
+    larger (of losses the larger, as of gains the smaller). The first value of the header, 0.80,
+    should become 1.35. If it moves to 1.10, its error is 0.03. With clip 0.2 it may move to 1.00,
+    where the error is 0.06. So 0.06 counts, and has no gradient.
     """
     check_mask(mask, values, old_values, returns)
     values, old_values, returns = values[mask], old_values.detach()[mask], returns.detach()[mask]
@@ -637,11 +638,15 @@ def value_loss(values, old_values, returns, mask, clip):
 #     compute_advantages    phase 3: kl_adjusted_rewards, gae, whiten
 #     ppo_update            phase 4: for each gradient step ppo_loss, backward(), gradient_step
 #
-# A *rollout* is a batch of sampled responses and what is recorded about them, a dict: tokens (B,
-# T); scores, ended (B,); mask, old_logprobs, old_values, ref_logprobs (B, T-1). There is no old
-# network: the old policy lives on in old_logprobs, old_values. Phase 3 adds rewards, returns, and
-# advantages, which multiply the ratios in the policy loss. In ppo_loss, logprobs and values are
-# those of the policy as it is now.
+# A *rollout* is a batch of sampled responses and what is recorded about them, a dict:
+#
+#     (B, T)      tokens
+#     (B,)        scores (less penalties), ended (by the end token?)
+#     (B, T-1)    mask, old_logprobs, old_values, ref_logprobs; phase 3 adds rewards, returns, and
+#                 advantages, which multiply the ratios in the policy loss
+#
+# There is no old network: the old policy lives on in old_logprobs, old_values. In ppo_loss,
+# logprobs and values are those of the policy as it is now.
 
 
 @dataclass
@@ -722,9 +727,8 @@ def rollout(policy, ref, score, prompts, config, generate=generate):
 
 @torch.no_grad()
 def center_values(policy, batch):
-    """Before the first update: shift all values, in place, so that their mean is the mean score of
-    a rollout, less penalties. So, with gamma 1, adding a constant to the reward changes
-    nothing."""
+    """Before the first update: shift all values, in place, to the mean score of a rollout. They
+    would begin at 0 otherwise, and a constant in the score would look like an advantage."""
     mean_value = masked_mean(batch["old_values"], batch["mask"])
     policy.value_head.bias += batch["scores"].mean() - mean_value
 
@@ -760,7 +764,7 @@ def ppo_loss(policy, batch, config):
 
 def gradient_step(optimizer, max_grad_norm):
     """Clip the gradient that backward() accumulated, and take a step -> its norm before clipping.
-    FloatingPointError, before any weight changes, if that is not finite."""
+    FloatingPointError, before any weight changes, if the norm is not finite."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm).item()
     if not math.isfinite(norm):
@@ -830,8 +834,8 @@ def batch_metrics(batch, config):
     In a healthy run of train_ppo.py, score rises; kl climbs to a few nats and stays (if not, raise
     kl_coef); entropy falls, but not to 0, where one answer is left (raise kl_coef); eos_rate stays
     near 1; explained_variance climbs from 0, slowly and with dips. From ppo_update: clip_frac is
-    about 0.001 and ratio_max below 3, but for a few iterations (if often above, lower the learning
-    rate). If kl jumps, or the answers turn alike, read them: this may be reward hacking.
+    about 0.001 and ratio_max below 3, except in a few iterations (if often above, lower the
+    learning rate). If kl jumps, or the answers become alike, read them: this may be reward hacking.
     """
     mask, scores, old_logprobs = batch["mask"], batch["scores"], batch["old_logprobs"]
     kl, kl_k3 = kl_per_response(old_logprobs, batch["ref_logprobs"], mask)
