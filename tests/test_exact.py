@@ -2,8 +2,7 @@
 python -m pytest tests/test_exact.py
 
 With three or four tokens and responses of at most three, J = E[score] - beta KL is a short sum, and
-autograd gives its gradient. The path that train_ppo.py takes (score, compute_advantages, loss,
-update) must give the same in expectation.
+autograd gives its gradient. Phases 3 and 4 of minippo.py must give the same in expectation.
 """
 
 import itertools
@@ -14,16 +13,7 @@ import pytest
 import torch
 
 import minippo
-from minippo import (
-    PPOConfig,
-    RewardModel,
-    compute_advantages,
-    evaluate_actions,
-    frozen_copy,
-    ppo_update,
-    row_lengths,
-    score_responses,
-)
+from minippo import PPOConfig, compute_advantages, evaluate_actions, frozen_copy, ppo_update
 from plumbing.text import pad_completions
 from tiny import (
     all_responses,
@@ -32,8 +22,8 @@ from tiny import (
     gradient,
     inf,
     nan,
+    noise,
     padded_otherwise,
-    stir,
     tiny_gpt,
     weights,
 )
@@ -42,24 +32,16 @@ PROMPTS = [[0], [1, 0, 1], [0, 1]]  # of different lengths, in one batch
 
 
 class Task:
-    """Policy, reference and reward model with random weights, and every response to every prompt
-    as one batch."""
+    """Policy and reference with random weights, every response to every prompt as one batch, and
+    random scores."""
 
     def __init__(self, vocab_size=4, horizon=3, temperature=1.0, kl_coef=0.1):
         self.temperature, self.kl_coef = temperature, kl_coef
         self.policy, self.ref = tiny_gpt(vocab_size), frozen_copy(tiny_gpt(vocab_size))
-        model = stir(RewardModel(self.policy.config).double(), 0.5)
         responses = list(all_responses(vocab_size, horizon))
         self.rows = [(prompt, response) for prompt in PROMPTS for response in responses]
         self.tokens, self.mask = pad_completions(self.rows)
-        self.scores, ended = score_responses(
-            lambda tokens, mask: model(tokens, row_lengths(mask)),
-            self.tokens,
-            self.mask,
-            PPOConfig(length_penalty=0.1, missing_eos_penalty=0.5),
-            vocab_size - 1,
-        )
-        assert 0 < ended.sum() < len(ended) and self.scores.std() > 0.05
+        self.scores = noise(len(self.rows))
 
     def evaluate(self, model):
         return evaluate_actions(model, self.tokens, self.mask, self.temperature)
