@@ -4,8 +4,6 @@ What holds for every batch is said of random batches (tiny.random_batch), what c
 hand of literal ones. All numbers are float64; `nan` stands for what must not matter.
 """
 
-import ast
-import builtins
 import copy
 import itertools
 import math
@@ -16,7 +14,6 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -80,95 +77,47 @@ for_random_batches = pytest.mark.parametrize("seed", range(20))
 # The drawing at the top of the file
 
 
-def rows_of(lines):
-    """Lines "name   cell cell ..." -> {name: cells}, numbers as floats."""
-    table = {}
-    for line in lines:
-        name, *cells = re.split("  +", line.strip())
-        cells = " ".join(cells).split()
-        table[name] = [float(x) if re.fullmatch(r"-?\d+\.\d+|0", x) else x for x in cells]
-    return table
-
-
-def drawing():
-    """The table of the header -> {row: its columns}."""
-    lines = minippo.__doc__.split("    index t  ")[1].splitlines()[1:]
-    return rows_of(line for line in lines if line.startswith("    ") and line[4] != " ")
-
-
-def comment_table(first):
-    """The table in the comments whose first row has this name -> {row: its columns}."""
-    lines = SOURCE.split(f"\n#     {first} ")[1].split("\n#\n")[0].splitlines()
-    return rows_of([first + "  " + lines[0]] + [line[1:] for line in lines[1:]])
+def row(name):
+    """The numbers of the response in the row of this name of a table in minippo.py."""
+    cells = re.search(rf" {re.escape(name)}  +(?:\. +)?(.*)", SOURCE)[1].split()
+    return [float(x) for x in cells[:3]]
 
 
 def drawn_batch():
     """The response of the drawing as a rollout."""
-    rows = drawing()
     names = {"old_logprobs": "log pi", "ref_logprobs": "log ref", "old_values": "value"}
-    batch = {name: f64([[0, *rows[row][1:4], 0]]) for name, row in names.items()}
-    mask = response_mask(torch.tensor([2]), torch.tensor([5]), 6)
-    return batch | {"tokens": torch.arange(6)[None], "mask": mask, "scores": f64([1.40])}
+    batch = {key: f64([[0, *row(name), 0]]) for key, name in names.items()}
+    return batch | {"tokens": torch.arange(6)[None], "mask": marks(".xxx."), "scores": f64([1.40])}
 
 
 def shown(x):
     """The numbers of the response (1, T-1), as the tables show them."""
-    return [round(v, 2) + 0.0 for v in x.detach()[0, 1:4].tolist()]
+    return [round(v, 2) for v in x.detach()[0, 1:4].tolist()]
 
 
 def test_the_numbers_in_the_drawing_are_what_the_functions_give():
-    rows, batch = drawing(), drawn_batch()
-    assert_equal(batch["mask"], marks(".xxx."))
-    assert "score of 1.40 and beta 0.1" in minippo.__doc__
-    computed = {"log pi": batch["old_logprobs"], "log ref": batch["ref_logprobs"]}
-    computed |= {"KL": batch["old_logprobs"] - batch["ref_logprobs"], "value": batch["old_values"]}
-    for name, x in compute_advantages(batch, PPOConfig(whiten=False)).items():
-        computed[name.removesuffix("s")] = x
+    batch = drawn_batch()
+    x = compute_advantages(batch, PPOConfig(whiten=False))
+    computed = {"KL": batch["old_logprobs"] - batch["ref_logprobs"], "reward": x["rewards"]}
+    computed |= {"advantage": x["advantages"], "return": x["returns"]}
     computed["whitened"] = compute_advantages(batch, PPOConfig())["advantages"]
-    computed["delta"] = compute_advantages(batch, PPOConfig(lam=0.0, whiten=False))["advantages"]
-    assert rows.keys() == computed.keys() | {"tokens", "action", "mask"}
-    for name, x in computed.items():
-        assert rows[name][:5] == [".", *shown(x), "."]
-    assert rows["mask"][:5] == [*".xxx."] and rows["action"][:5] == rows["tokens"][1:6]
-    lams = re.findall(r"lam (\S+)((?: +\d\.\d\d){3})", gae.__doc__)
-    assert len(lams) == 3
-    for lam, cells in lams:
-        config = PPOConfig(lam=float(lam), whiten=False)
-        advantages = compute_advantages(batch, config)["advantages"]
-        assert shown(advantages) == [float(x) for x in cells.split()]
+    for name, lam in (("lam 1", 1.0), ("lam 0.9", 0.9), ("lam 0", 0.0), ("delta", 0.0)):
+        config = PPOConfig(lam=lam, whiten=False)
+        computed[name] = compute_advantages(batch, config)["advantages"]
+    for name, numbers in computed.items():
+        assert row(name) == shown(numbers), name
 
 
 def test_the_numbers_of_the_gradient_step_are_what_the_loss_gives():
-    rows, batch = comment_table("log pi now"), drawn_batch()
+    batch, now = drawn_batch(), f64([[0, *row("log pi now"), 0]]).requires_grad_()
     old, A = batch["old_logprobs"], compute_advantages(batch, PPOConfig())["advantages"]
-    now = f64([[0, *rows["log pi now"][:3], 0]]).requires_grad_()
     ratio = (now - old).exp()
     clipped = ratio.clamp(0.8, 1.2)
-    loss, _ = policy_loss(now, old, A, batch["mask"], 0.2)
-    assert_equal(loss, -torch.min(ratio * A, clipped * A)[0, 1:4].mean())
-    loss.backward()
-    computed = {"log pi now": now, "ratio": ratio, "A": A, "clipped": clipped}
-    computed["gradient"] = -3 * now.grad
+    policy_loss(now, old, A, batch["mask"], 0.2)[0].backward()
+    computed = {"ratio": ratio, "A": A, "clipped": clipped, "gradient": -3 * now.grad}
     computed |= {"ratio * A": ratio * A, "clipped * A": clipped * A}
-    assert rows.keys() == computed.keys()
-    for name, x in computed.items():
-        assert rows[name][:3] == shown(x)
-    # The first value after a step, in value_loss
-    step = f64([[0, 1.10, 1.00, 0, 0]])
-    mask, returns = marks(".x..."), f64([[0, 1.35, 0, 0, 0]])
-    said = [value_loss(step, batch["old_values"], returns, mask, clip)[0] for clip in (inf, 0.2)]
-    assert (
-        [f"{x:.2f}" for x in said]
-        == ["0.03", "0.06"]
-        == re.findall(r"0\.0\d", value_loss.__doc__)[:2]
-    )
-    # What the text says of ratios that have moved the wrong way
-    for i, said, moved in ((1, (0.84, 0.91), 0.74), (3, (-1.66, -1.55), 1.28)):
-        value, end = A[0, i].item(), 0.8 if moved < 1 else 1.2
-        assert (round(moved * value, 2), round(end * value, 2)) == said
-        assert all(f"{x:.2f}" in SOURCE for x in (*said, moved, round(value, 2)))
-    signs = comment_table("gradient    ratio < 1 - eps")
-    assert signs["A > 0"][-1] == signs["A < 0"][0] == 0.0
+    for name, numbers in computed.items():
+        assert row(name) == shown(numbers), name
 
 
 # 1. The networks
@@ -234,8 +183,6 @@ def test_the_network_is_a_gpt_2_with_a_value_head(critic):
         expected = by_formula(policy, tokens[i])
         assert_equal(logits[i], expected[0])
         assert_equal(values[i], expected[1])
-    for model in (policy, frozen_copy(policy)):
-        assert model.lm_head.weight is model.trunk.token_embedding.weight
 
 
 def test_weights_start_at_gpt_2s_spread_smaller_where_branches_add_up_and_values_at_0():
@@ -245,11 +192,10 @@ def test_weights_start_at_gpt_2s_spread_smaller_where_branches_add_up_and_values
             adds_up = name.endswith(("out.weight", "mlp.2.weight"))
             std = 0.02 * 2 / (4 if adds_up else 1)  # sqrt(768 / 192) and sqrt(2 x 8)
             assert parameter.std().item() == pytest.approx(std, rel=0.1), name
-            assert abs(parameter.mean()) < 0.1 * std, name
         else:
             assert (parameter == ("norm" in name and name.endswith("weight"))).all(), name
     assert not policy.value_head.weight.any() and not policy.value_head.bias.any()
-    heads = [RewardModel(GPTConfig(3, 8, 1, heads=1, channels=3)).score_head for _ in range(300)]
+    heads = [RewardModel(GPTConfig(3, 8, 1, heads=1, channels=3)).score_head for _ in range(100)]
     assert torch.cat([head.weight for head in heads]).std().item() == pytest.approx(0.5, rel=0.08)
     assert not heads[0].bias.any()
 
@@ -266,7 +212,6 @@ def test_a_score_is_read_at_the_last_token_then_scaled_and_cut_off_at_the_cap():
     assert_equal(scores, scaled.clamp(max=model.cap))
     scores[scaled > model.cap].sum().backward()
     assert not gradients(model).any()  # nothing is gained above the cap
-    assert {"mean", "std", "cap"} <= model.state_dict().keys()
 
 
 # 2. Log-probabilities and masks
@@ -285,45 +230,33 @@ def test_a_row_is_as_long_as_its_last_action_says_and_has_one():
         row_lengths(marks("..xx", "...."))
 
 
-def test_the_masked_mean_sees_the_mask_only():
-    x = f64([[1, nan, 5], [inf, 3, nan]]).requires_grad_()
-    mean = masked_mean(x, marks("x.x", ".x."))
-    mean.backward()
-    assert mean.item() == 3.0
-    assert_equal(x.grad, f64([[1, 0, 1], [0, 1, 0]]) / 3)
-
-
-def test_gathered_logprobs_are_the_log_softmax_at_the_targets():
-    logits, targets = noise(2, 3, 5), torch.randint(5, (2, 3))
-    for options, x in (({}, logits), ({"temperature": 0.7}, logits / 0.7)):
-        expected = x.log_softmax(-1).gather(-1, targets[..., None]).squeeze(-1)
-        assert_equal(gather_logprobs(logits, targets, **options), expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_log_probabilities_are_never_in_16_bits(dtype):
-    logits, targets = (8 * noise(50, 9)).to(dtype), torch.randint(9, (50,))
-    scored = gather_logprobs(logits, targets)
-    assert scored.dtype == torch.float32
-    assert_equal(scored.double(), gather_logprobs(logits.double(), targets), 1e-5)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_gathered_logprobs_are_the_log_softmax_at_the_targets_and_never_in_16_bits(dtype):
+    logits, targets = (8 * noise(5, 10, 9)).to(dtype), torch.randint(9, (5, 10))
+    for options in ({}, {"temperature": 0.7}):
+        log_p = (logits.double() / options.get("temperature", 1)).log_softmax(-1)
+        logprobs = gather_logprobs(logits, targets, **options)
+        assert logprobs.dtype == (dtype if dtype == torch.float64 else torch.float32)
+        expected = log_p.gather(-1, targets[..., None]).squeeze(-1)
+        assert_equal(logprobs.double(), expected, 1e-5)
 
 
 def test_bfloat16_is_inside_the_blocks_alone_and_the_same_in_sampling_and_scoring():
-    full, kinds = tiny_gpt().float(), set()
+    full, seen = tiny_gpt().float(), []
     half = GPT(replace(full.config, bfloat16=True)).eval()
     half.load_state_dict(full.state_dict())
-    half.trunk.blocks[0].mlp[0].register_forward_hook(lambda *x: kinds.add(x[2].dtype))
-    drawn = []
 
-    def recorded_draw(logits):
-        drawn.append(logits.log_softmax(-1).gather(1, token := draw(logits)[:, None]))
-        return token.squeeze(1)
+    def watched_draw(logits):
+        seen.append(logits)
+        return draw(logits)
 
-    tokens, mask, logprobs, _ = generate(half, [[1, 2]], 9, draw=recorded_draw)
+    tokens, mask, logprobs, _ = generate(half, [[1, 2]], 9, draw=watched_draw)
+    sampled = gather_logprobs(torch.cat(seen), tokens[0, 2:])
+    assert (sampled - logprobs[mask]).abs().mean() < 0.03
     a, b = full.hidden(tokens)[0], half.hidden(tokens)[0]
-    assert 1e-4 < (a - b).abs().max() < 0.3 and kinds == {torch.bfloat16}
+    assert 1e-4 < (a - b).abs().max() < 0.3
     assert {x.dtype for x in (b, logprobs, *half.parameters())} == {torch.float32}
-    assert (torch.cat(drawn).squeeze(1) - logprobs[mask]).abs().mean() < 0.03
+    assert {x.dtype for block in half.trunk.new_cache(1, 9) for x in block} == {torch.bfloat16}
     assert evaluate_actions(half.to(torch.bfloat16), tokens, mask)[0].dtype == torch.float32
 
 
@@ -416,26 +349,7 @@ def test_padding_and_neighbours_change_no_number_of_a_row(seed):
         assert_equal(numbers_of_rows(policy, alone(batch, i, length)), alone(x, i, length))
 
 
-def test_vocabulary_logits_are_computed_at_response_tokens_only():
-    policy, tokens, seen = tiny_gpt(), torch.randint(EOS + 1, (2, 7)), []
-    policy.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].shape))
-    evaluate_actions(policy, tokens, marks("..xx..", ".xxx.."))
-    assert seen == [(5, 8)]
-
-
 # 3. Sampling
-
-
-@torch.no_grad()
-def test_keys_and_values_of_earlier_columns_stand_for_these_columns():
-    trunk, tokens = tiny_gpt().trunk, torch.randint(EOS, (3, 9))
-    whole, cache = trunk(tokens), trunk.new_cache(3, 9)
-    assert_equal(trunk(tokens[:, :4], cache=cache), whole[:, :4])
-    for t in range(4, 9):
-        step = trunk(tokens[:, t : t + 1], cache=cache, start=t)
-        assert_equal(step[:, 0], whole[:, t])
-    half = GPT(replace(tiny_gpt().config, bfloat16=True)).trunk.new_cache(3, 9)
-    assert len(half) == 2 and {x.dtype for block in half for x in block} == {torch.bfloat16}
 
 
 def test_a_token_is_drawn_if_a_random_number_falls_into_its_piece_of_the_interval(monkeypatch):
@@ -457,49 +371,41 @@ def test_a_token_is_drawn_if_a_random_number_falls_into_its_piece_of_the_interva
 PROMPTS = [[1], [2, 3, 4, 5], [6, 7], [8, 9, 0], [1, 1, 1, 1, 1, 1], [3]] * 4
 
 
-def plain_generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
-    """Whole rows are read again for each column. -> rows, and for each sampled token, row by row,
-    its log-probability and the value."""
-    rows, numbers = [[*ids] for ids in prompts], [[] for _ in prompts]
-    ended = [False] * len(prompts)
-    limits = [min(16, len(ids) + max_new_tokens) for ids in prompts]
-    for t in range(min(map(len, prompts)), 16):
-        if all(ended):
-            break
-        going = [i for i in range(len(rows)) if not ended[i]]
-        logits, values = policy(torch.tensor([(rows[i] + [0] * 16)[:t] for i in going]))
-        logits = logits[:, -1].detach() / temperature
-        for i, token, log_p, value in zip(going, draw(logits), logits.log_softmax(-1), values):
-            if t >= len(prompts[i]):
-                rows[i].append(token.item())
-                ended[i] = token == EOS or len(rows[i]) == limits[i]
-                numbers[i].append((log_p[token].item(), value[-1].item()))
-    return rows, list(itertools.chain(*numbers))
+def settled(logits):
+    """Tokens that follow from the logits, in place of random ones: (B, V) -> (B,)."""
+    u = logits[:, :1] * 100 % 1
+    return (logits.softmax(-1).cumsum(-1) < u).sum(-1)
+
+
+def plain_generate(policy, prompt, max_new_tokens, temperature):
+    """One row by itself, read again for each token -> the row; log pi and value of each token."""
+    row, numbers = [*prompt], []
+    while len(row) < min(16, len(prompt) + max_new_tokens) and row[-1] != EOS:
+        logits, values = policy(torch.tensor([row]))
+        logits = logits[:, -1] / temperature
+        row.append(settled(logits).item())
+        numbers.append((logits.log_softmax(-1)[0, row[-1]].item(), values[0, -1].item()))
+    return row, numbers
 
 
 @pytest.mark.parametrize("prompts", [PROMPTS, [[2, 3]], [[1, 2], [3, 4]], [[1] * 15, [2]]], ids=len)
 @pytest.mark.parametrize(
     "max_new_tokens, options",
-    [
-        (6, {}),
-        (10**12, {"temperature": 0.7}),  # what does not fit into the context takes no memory
-        (1, {"temperature": 1.3}),
-        (7, {"temperature": 0.7, "draw": lambda logits: draw(2 * logits)}),
-    ],
+    [(6, {}), (1, {"temperature": 1.3}), (10**12, {"temperature": 0.7})],  # more than fits
 )
-def test_sampling_is_a_plain_loop_that_reads_whole_rows(prompts, max_new_tokens, options):
-    for bias in (-inf, 1.0, 50.0):  # the end token: never, at any time, at once
-        policy = biased(tiny_gpt(critic=bias == 1), {EOS: bias})
-        torch.manual_seed(3)
-        rows, numbers = plain_generate(policy, prompts, max_new_tokens, **options)
-        torch.manual_seed(3)
-        tokens, mask, logprobs, values = generate(policy, prompts, max_new_tokens, **options)
-        lengths = torch.tensor([len(row) for row in rows])
-        T = lengths.max()
-        assert tokens.tolist() == [row + [0] * (T - len(row)) for row in rows]
-        assert_equal(mask, response_mask(torch.tensor([len(ids) for ids in prompts]), lengths, T))
-        assert_equal(torch.stack([logprobs[mask], values[mask]], 1), f64(numbers), 1e-9)
-        assert not logprobs.requires_grad and not values.requires_grad
+@pytest.mark.parametrize("bias", [-inf, 1.0, 50.0])  # the end token: never, at any time, at once
+def test_sampling_is_a_plain_loop_that_reads_whole_rows(prompts, max_new_tokens, options, bias):
+    policy = biased(tiny_gpt(critic=bias == 1), {EOS: bias})
+    tokens, mask, *numbers = generate(policy, prompts, max_new_tokens, draw=settled, **options)
+    assert not any(x.requires_grad for x in numbers)
+    temperature, longest = options.get("temperature", 1.0), 0
+    for i, prompt in enumerate(prompts):
+        row, expected = plain_generate(policy, prompt, max_new_tokens, temperature)
+        assert tokens[i].tolist() == row + [0] * (tokens.shape[1] - len(row))
+        assert mask[i].nonzero().flatten().tolist() == [*range(len(prompt) - 1, len(row) - 1)]
+        assert_equal(torch.stack([x[i, mask[i]] for x in numbers], 1), f64(expected), 1e-9)
+        longest = max(longest, len(row))
+    assert tokens.shape[1] == longest
 
 
 @pytest.mark.parametrize("prompts", [[[]], [[1], []], [[1] * 16], [[1], [1] * 17]])
@@ -520,9 +426,6 @@ def test_the_loss_is_minus_the_log_probability_of_the_choices_under_bradley_terr
     loss.backward()
     assert_equal(chosen.grad, (f64(chances) - 1) / 3)
     assert_equal(rejected.grad, (1 - f64(chances)) / 3)
-    losses = [reward_model_loss(f64([x]), f64([0.0]))[0].item() for x in (2, 0, -2)]
-    said = "of 2, 0, -2, the loss is {:.2f}, {:.2f}, {:.2f}".format(*losses)
-    assert said in SOURCE.replace("\n#", "")
     wrong, _ = reward_model_loss(f64([-5000.0]), f64([5000.0]))
     assert wrong.item() == pytest.approx(10_000)  # finite, however wrong
 
@@ -545,13 +448,11 @@ def test_both_kl_estimates_are_right_on_average_and_k3_is_never_negative():
 @for_random_batches
 def test_a_token_pays_for_its_part_of_the_kl_and_the_last_one_gets_the_score(seed):
     batch = random_batch(seed)
-    mask, scores = batch["mask"], batch["scores"]
-    old_logprobs, ref_logprobs = batch["old_logprobs"], batch["ref_logprobs"]
-    rewards = kl_adjusted_rewards(scores, old_logprobs, ref_logprobs, mask, 0.3)
-    for b in range(len(mask)):
-        *_, last = mask[b].nonzero().flatten()
-        rewards[b, last] -= scores[b]
-    assert_equal(rewards, 0.3 * (ref_logprobs - old_logprobs))
+    rewards = compute_advantages(batch, PPOConfig(kl_coef=0.3))["rewards"]
+    expected = 0.3 * (batch["ref_logprobs"] - batch["old_logprobs"])
+    for b, inside in enumerate(batch["mask"]):
+        expected[b, inside.nonzero().max()] += batch["scores"][b]
+    assert_equal(rewards, expected)
 
 
 # 5. PPO: advantages
@@ -560,18 +461,22 @@ def test_a_token_pays_for_its_part_of_the_kl_and_the_last_one_gets_the_score(see
 @for_random_batches
 @pytest.mark.parametrize("gamma, lam", [(1.0, 1.0), (0.9, 0.8), (0.9, 1.0), (0.5, 0.0), (0.0, 0.5)])
 def test_advantages_are_sums_of_deltas_and_returns_are_advantages_plus_values(seed, gamma, lam):
-    batch = random_batch(seed)
+    batch, before, config = random_batch(seed), random_batch(seed), PPOConfig(gamma=gamma, lam=lam)
     mask, values = batch["mask"], batch["old_values"]
-    rewards = torch.where(mask, noise(*mask.shape), nan)
-    advantages, returns = gae(rewards, torch.where(mask, values, inf), mask, gamma, lam)
+    white, x = (compute_advantages(batch, replace(config, whiten=on)) for on in (True, False))
+    rewards, returns, advantages = x.values()
     for b in range(len(mask)):
         t = mask[b].nonzero().flatten()
         r, V = rewards[b, t], torch.cat([values[b, t], f64([0.0])])  # 0 after the last action
         delta = (r + gamma * V[1:] - V[:-1]).tolist()
-        A = [sum((gamma * lam) ** n * x for n, x in enumerate(delta[i:])) for i in range(len(t))]
+        A = [sum((gamma * lam) ** n * d for n, d in enumerate(delta[i:])) for i in range(len(t))]
         assert_equal(advantages[b, t], f64(A))
         assert_equal(returns[b, t], f64(A) + values[b, t])
     assert not advantages[~mask].any() and not returns[~mask].any()
+    assert_equal(white, x | {"advantages": whiten(advantages, mask)})
+    outside = torch.where(mask, rewards, nan), torch.where(mask, values, inf)
+    assert_equal(gae(*outside, mask, gamma, lam), (advantages, returns))
+    assert_equal(batch, before)  # nothing is overwritten
 
 
 def test_whitening_sees_the_mask_only_and_knows_no_scale():
@@ -657,106 +562,66 @@ def test_the_value_loss_clips_around_the_old_value(value, old, target, loss, gra
 def test_the_reward_model_and_the_reference_start_as_copies_and_the_latter_stays():
     policy = tiny_gpt().train()
     model, frozen, before = RewardModel(policy).double(), frozen_copy(policy), weights(policy)
-    assert_equal(weights(model.trunk), weights(policy.trunk))
-    assert_equal(weights(frozen), before)
     assert not any(p.requires_grad for p in frozen.parameters())
     assert not any(module.training for module in frozen.modules())
     assert all(p.requires_grad for p in policy.parameters()) and policy.training
-    stir(model)
-    assert_equal(weights(policy), before)
     stir(policy)
     assert_equal(weights(frozen), before)
+    assert_equal(weights(model.trunk), weights(frozen.trunk))
 
 
 def test_penalties_are_taken_off_for_each_token_and_for_a_response_that_was_cut_off():
     # An end token in the prompt, as in the last row, or in the padding ends no response.
     tokens = [[1, 2, 3, EOS, 0], [1, 2, 3, 4, 5], [1, EOS, 0, 0, 0], [EOS, 1, 2, EOS, EOS]]
     tokens, mask = torch.tensor(tokens), marks(".xx.", ".xxx", "x...", ".x..")
-    score = Mock(return_value=f64([1.0, 2.0, 3.0, 4.0]).requires_grad_())
+    raw = f64([1.0, 2.0, 3.0, 4.0]).requires_grad_()
+
+    def score(*args):
+        assert args == (tokens, mask)
+        return raw
+
     config = PPOConfig(length_penalty=0.25, missing_eos_penalty=0.5)
     scores, ended = score_responses(score, tokens, mask, config, EOS)
-    assert score.mock_calls == [call(tokens, mask)] and ended.tolist() == [True, False, True, False]
-    assert not scores.requires_grad
+    assert ended.tolist() == [True, False, True, False] and not scores.requires_grad
     assert_equal(scores, f64([1 - 0.5, 2 - 0.75 - 0.5, 3 - 0.25, 4 - 0.25 - 0.5]))
 
 
-def test_a_rollout_holds_what_the_policy_the_reference_and_the_score_say():
+@pytest.mark.parametrize("size", [0, 5, 6, 23])
+def test_a_rollout_holds_what_policy_reference_and_score_say_at_once_or_in_pieces(size):
     policy, ref, model = tiny_gpt(), tiny_gpt(), tiny_reward_model()
-    config = PPOConfig(max_new_tokens=5, temperature=0.7, missing_eos_penalty=0.5)
+    prompts, pieces = [*PROMPTS[6:], [1] * 12], []
+    config = PPOConfig(max_new_tokens=5, temperature=0.7, missing_eos_penalty=0.5, micro_batch=size)
+
+    def kept_generate(*args):
+        assert args == (policy, prompts[len(pieces) * size :][: size or 19], 5, 0.7)
+        pieces.append(generate(*args))
+        return pieces[-1]
 
     def score(tokens, mask):
         return model(tokens, row_lengths(mask))
 
-    torch.manual_seed(1)
-    tokens, mask, old_logprobs, old_values = generate(policy, PROMPTS, 5, 0.7)
-    ref_logprobs, _, _ = evaluate_actions(ref, tokens, mask, 0.7)
-    scores, ended = score_responses(score, tokens, mask, config, EOS)
-    expected = {"tokens": tokens, "mask": mask, "scores": scores, "ended": ended}
-    expected |= {"old_logprobs": old_logprobs, "ref_logprobs": ref_logprobs.detach()}
-    expected["old_values"] = old_values
-    assert 0 < ended.sum() < len(ended)
-    watched = Mock(wraps=generate)
-    for more in ((), (watched,)):
-        torch.manual_seed(1)
-        batch = rollout(policy, ref, score, PROMPTS, config, *more)
-        assert_equal(batch, expected)
-        assert not any(x.requires_grad for x in batch.values())
-    assert watched.mock_calls == [call(policy, PROMPTS, 5, 0.7)]
-
-
-@pytest.mark.parametrize("size", [5, 6, 23])
-def test_a_rollout_in_pieces_is_these_pieces_padded_to_one_width(size):
-    policy, config = tiny_gpt(), PPOConfig(max_new_tokens=5, micro_batch=size)
-    prompts, start = [*PROMPTS[6:], [1] * 12], 0
-    torch.manual_seed(1)
-    batch = rollout(policy, policy, lambda x, _: x.sum(1), prompts, config)
-    torch.manual_seed(1)
-    while start < len(prompts):
-        part = prompts[start : start + size]
-        piece = rollout(policy, policy, lambda x, _: x.sum(1), part, replace(config, micro_batch=0))
-        for name, x in piece.items():
-            rows = batch[name][start : start + size]
-            assert torch.equal(rows[:, : x.shape[1]] if x.dim() > 1 else rows, x)
-            assert x.dim() == 1 or not rows[:, x.shape[1] :].any()
-        start += size
-    assert len(batch["scores"]) == len(prompts)
-
-
-def test_a_constant_in_the_reward_changes_nothing():
-    batches = []
-    for constant in (0.0, 50.0, -1000.0):
-        torch.manual_seed(1)
-        policy, config = tiny_gpt(), PPOConfig(max_new_tokens=5, missing_eos_penalty=0.5)
-        ref, optimizer = frozen_copy(policy), torch.optim.Adam(policy.parameters(), 0.01)
-
-        def score(tokens, mask, constant=constant):
-            return tokens.sum(1).double() / 10 + constant
-
-        center_values(policy, batch := rollout(policy, ref, score, PROMPTS, config))
-        values = evaluate_actions(policy, batch["tokens"], batch["mask"])[1]
-        assert_equal(masked_mean(values, batch["mask"]), batch["scores"].mean(), 1e-9)
-        for _ in range(3):
-            batch = rollout(policy, ref, score, PROMPTS, config)
-            batch |= compute_advantages(batch, config)
-            ppo_update(policy, optimizer, batch, config)
-        batches.append((batch["tokens"], batch["advantages"], batch["scores"] - constant))
-    for batch in batches[1:]:
-        for x, first in zip(batch, batches[0]):
-            assert_equal(x.double(), first.double(), 1e-6)
+    batch = rollout(policy, ref, score, prompts, config, kept_generate)
+    assert not any(x.requires_grad for x in batch.values())
+    tokens, mask = batch["tokens"], batch["mask"]
+    expected = {}
+    for name, parts in zip(("tokens", "mask", "old_logprobs", "old_values"), zip(*pieces)):
+        width = max(x.shape[1] for x in parts)
+        expected[name] = torch.cat([F.pad(x, (0, width - x.shape[1])) for x in parts])
+    expected["ref_logprobs"] = evaluate_actions(ref, tokens, mask, 0.7)[0].detach()
+    expected["scores"], ended = score_responses(score, tokens, mask, config, EOS)
+    assert_equal(batch, expected | {"ended": ended})
+    assert 0 < ended.sum() < len(ended) == 19
 
 
 @for_random_batches
-def test_advantages_are_kl_adjusted_rewards_gae_and_whitening(seed):
-    batch, before = random_batch(seed), random_batch(seed)
-    config = PPOConfig(gamma=0.9, lam=0.8, kl_coef=0.3)
-    x, plain = (compute_advantages(batch, replace(config, whiten=on)) for on in (True, False))
-    mask, inputs = batch["mask"], (batch["old_logprobs"], batch["ref_logprobs"], batch["mask"])
-    rewards = kl_adjusted_rewards(batch["scores"], *inputs, 0.3)
-    advantages, returns = gae(rewards, batch["old_values"], mask, 0.9, 0.8)
-    expected = {"rewards": rewards, "returns": returns, "advantages": advantages}
-    assert_equal(plain, expected)
-    assert_equal(x, expected | {"advantages": whiten(advantages, mask)})
-    assert_equal(batch, before)  # nothing is overwritten
+def test_centred_values_are_shifted_so_that_their_mean_is_the_mean_score(seed):
+    policy, batch = tiny_gpt(critic=seed % 2 > 0), random_batch(seed)
+    tokens, mask = batch["tokens"], batch["mask"]
+    before = batch["old_values"] = evaluate_actions(policy, tokens, mask)[1].detach()
+    center_values(policy, batch)
+    shift = batch["scores"].mean() - before[mask].mean()
+    values = evaluate_actions(policy, tokens, mask)[1]
+    assert_equal(values, torch.where(mask, before + shift, 0.0))
 
 
 def ready_batch(seed, **changes):
@@ -781,14 +646,9 @@ def test_the_loss_of_ppo_is_the_sum_of_its_weighted_terms(seed):
     assert stats == pytest.approx({"loss": loss.item()} | stats_of_policy | stats_of_values)
 
 
-def sgd(policy, lr):
-    """Plain gradient descent, so that a step is the gradient."""
-    return torch.optim.SGD(policy.parameters(), lr)
-
-
-def plain_update(policy, optimizer, batch, config):
-    """ppo_update, with each step in one piece."""
-    steps = []
+def plain_update(policy, batch, config):
+    """ppo_update with plain gradient descent, each step in one piece."""
+    optimizer, steps = torch.optim.SGD(policy.parameters(), 0.1), []
     for _ in range(config.epochs):
         for rows in torch.randperm(len(batch["mask"])).tensor_split(config.minibatches):
             loss, stats = ppo_loss(policy, {name: x[rows] for name, x in batch.items()}, config)
@@ -811,21 +671,21 @@ def test_an_update_is_a_plain_loop_and_pieces_of_a_step_add_up(
     steps = {"epochs": epochs, "minibatches": minibatches, "micro_batch": micro_batch}
     policy, batch, config = ready_batch(seed, max_grad_norm=1.0, **steps)
     twin, sizes = copy.deepcopy(policy), []
+    optimizer = torch.optim.SGD(policy.parameters(), 0.1)
 
-    def loss(model, rows, settings):
-        assert model is policy and settings is config and rows.keys() == batch.keys()
+    def loss(model, rows, config):
         sizes.append(len(rows["scores"]))
-        return ppo_loss(model, rows, settings)
+        return ppo_loss(model, rows, config)
 
     torch.manual_seed(seed)
-    expected = plain_update(twin, sgd(twin, 0.1), batch, config)
+    expected = plain_update(twin, batch, config)
     torch.manual_seed(seed)
-    stats = ppo_update(policy, sgd(policy, 0.1), batch, config, loss)
+    stats = ppo_update(policy, optimizer, batch, config, loss)
     assert_equal(weights(policy), weights(twin))
-    assert max(sizes) <= (micro_batch or 6)
     assert stats == pytest.approx(expected)
+    assert max(sizes) <= (micro_batch or 6)
     with pytest.raises(ValueError, match=f"7 minibatches of only {len(batch['mask'])} responses"):
-        ppo_update(policy, sgd(policy, 0.1), batch, replace(config, minibatches=7))
+        ppo_update(policy, optimizer, batch, replace(config, minibatches=7))
 
 
 @pytest.mark.parametrize("max_grad_norm, scale", [(1.0, 0.2), (inf, 1.0), (10.0, 1.0)])
@@ -877,117 +737,52 @@ def test_what_is_watched_is_what_the_names_say(seed):
     })  # fmt: skip
 
 
-# The parts together: a task that PPO must learn
-
-
-def train(beta, steps=40, lr=0.01):
-    """Responses of two tokens; the score is 1 if the first is 3. -> P(3) for each prompt before and
-    after, and the KL at the end."""
-    policy = GPT(GPTConfig(5, 8, layers=1, heads=1, channels=8)).eval()
-    ref, prompts = frozen_copy(policy), [[0], [1], [2, 0]]
-    optimizer = torch.optim.AdamW(policy.parameters(), lr)
-    options = {"max_new_tokens": 2, "missing_eos_penalty": 0.0, "kl_coef": beta}
-    config = PPOConfig(epochs=4, minibatches=2, **options)
-
-    def score(tokens, mask):
-        return (tokens[torch.arange(96), torch.tensor([1, 1, 2] * 32)] == 3).float()
-
-    for step in range(steps):
-        optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
-        batch = rollout(policy, ref, score, prompts * 32, config)
-        batch |= compute_advantages(batch, config)
-        ppo_update(policy, optimizer, batch, config)
-
-    def chance(model):
-        logits = [model(torch.tensor([prompt]))[0][0, -1] for prompt in prompts]
-        return torch.stack(logits).softmax(-1)[:, 3].detach()
-
-    return chance(ref), chance(policy), batch_metrics(batch, config)["kl_k3"]
-
-
-@pytest.mark.parametrize("beta", [0.5, 50.0])
-def test_ppo_ends_at_the_best_policy_that_theory_knows(beta):
-    # pi*(y) ~ ref(y) exp(score(y) / beta): the odds of a first token 3 rise by exp(1 / beta).
-    before, after, kl = train(beta)
-    odds = before / (1 - before) * math.exp(1 / beta)
-    assert_equal(after, odds / (1 + odds), 0.05)
-    assert kl < 0.05 or beta < 50  # with a large beta the policy stays at the reference
-
-
-# What makes the file what it is
-
-
-def test_functions_use_what_stands_above_them_and_those_of_tensors_need_torch_alone():
-    modules = set(re.findall(r"^(?:import|from) (\w+)", SOURCE, re.M))
-    assert modules - sys.stdlib_module_names == {"torch"}
-    uses = {}
-    for node in ast.parse(SOURCE).body:
-        if hasattr(node, "name"):
-            names = [x for x in ast.walk(node) if isinstance(x, ast.Name)]
-            local = {x.id for x in names if isinstance(x.ctx, ast.Store)}
-            local |= {x.arg for x in ast.walk(node) if isinstance(x, ast.arg)}
-            local |= {x.name for x in ast.walk(node) if isinstance(x, ast.FunctionDef)}
-            uses[node.name] = {x.id for x in names} - local - {*dir(builtins)}
-    names = [*uses]
-    for i, name in enumerate(names):
-        assert not uses[name] & {*names[i + 1 :]}
-    copied = names[names.index("check_mask") : names.index("value_loss") + 1]
-    for name in copied:  # they can be pasted elsewhere
-        assert uses[name] <= {"torch", *copied}
-
-
 # The example
 
 
 def test_a_trace_is_the_table_of_the_drawing_turned_round():
-    batch, rows = drawn_batch(), drawing()
+    batch = drawn_batch()
     batch |= compute_advantages(batch, PPOConfig())
-    two = {name: torch.cat([torch.zeros_like(x), x]) for name, x in batch.items()}
-    columns = trace(two, 1, rows["tokens"].__getitem__)
-    titles = ["log pi", "log ref", "KL", "reward", "value", "return", "advantage"]
-    rows["advantage"] = rows["whitened"]
-    assert [*columns] == ["action", *titles]
-    head, *lines = table(columns)
-    assert head == "".join(f"{title:>10}" for title in columns)
-    for t, line in enumerate(lines, 1):
-        cells = [rows["action"][t], *(f"{rows[title][t]:.2f}" for title in titles)]
-        assert line == "".join(f"{cell:>10}" for cell in cells)
-    assert len(lines) == 3
+    batch = {name: torch.cat([torch.zeros_like(x), x]) for name, x in batch.items()}
+    spell = "Bees eat sweet nectar <eos> pad".split().__getitem__
+    titles = "log pi", "log ref", "KL", "reward", "value", "return", "advantage"
+    expected = {"action": ["sweet", "nectar", "<eos>"]} | {title: row(title) for title in titles}
+    expected["advantage"] = row("whitened")
+    assert table(trace(batch, 1, spell)) == table(expected)
     del batch["rewards"]
-    now = trace(batch | {"logprobs": f64([[9, -0.25, -1.1, -0.4, 9]])}, 0, str)
-    assert "reward" not in now and now["log pi now"] == [-0.25, -1.1, -0.4]
-    assert table({"x": [-1e-9]}) == ["         x", "      0.00"]  # no sign of what rounds to zero
+    batch["logprobs"] = f64([5 * [0], [9, -0.25, -1.1, -0.4, 9]])
+    columns = trace(batch, 1, str)
+    assert "reward" not in columns and columns["log pi now"] == [-0.25, -1.1, -0.4]
+    lines = ["    action         x", "     sweet      0.00", "    nectar      1.20"]
+    assert table({"action": ["sweet", "nectar"], "x": [-1e-9, 1.2]}) == lines  # no -0.00
 
 
 def test_the_example_learns_what_its_score_function_likes_where_there_is_nothing_but_torch():
-    run = f"runpy.run_path({minippo.__file__!r}, run_name='__main__')"
-    code = f"import runpy, sys; sys.modules.update(numpy=None, tiktoken=None); {run}"
+    code = "import runpy, sys; sys.modules.update(numpy=None, tiktoken=None); "
+    code += f"runpy.run_path({minippo.__file__!r}, run_name='__main__')"
     command = [sys.executable, "-W", "ignore", "-c", code]
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
     printed = subprocess.check_output(command, env=one_thread, encoding="utf-8").splitlines()
     lines = [re.match(r"iteration +(\d+)  score +(\S+)  kl +(\S+)", x) for x in printed[:6]]
     assert [int(x[1]) for x in lines] == [1, 21, 41, 61, 81, 100]
-    scores = [float(x[2]) for x in lines]
+    scores, kl = ([float(x[i]) for x in lines] for i in (2, 3))
     assert -3 < scores[0] < -1.5 and min(scores[2:]) > 3 and 3.5 < scores[-1] <= 4  # eight turns
-    kl = [float(x[3]) for x in lines]
     assert abs(kl[0]) < 0.3 and 8 < min(kl[2:]) <= max(kl) < 13  # at beta = 0: 19 to 20
-    words = printed[5].split()[-4:]
-    actions = [line.split()[0] for line in printed[7:]]
-    assert words[0][1:] == "".join(actions).removesuffix("<eos>")  # its first letter is the prompt
+    words, (title, *actions) = printed[5].split()[-4:], [line.split()[0] for line in printed[6:]]
     assert all(word.isalpha() and len(word) <= 9 for word in words)
-    turns = [(a in "aeiou") != (b in "aeiou") for w in words for a, b in itertools.pairwise(w)]
-    assert sum(turns) > 0.8 * len(turns)
-    assert printed[6].split()[0] == "action" and printed[-1].split()[0] == "<eos>"
-    assert 8 <= len(printed) <= 15
+    assert title == "action" and actions == [*words[0][1:], "<eos>"]  # without the prompt
 
 
 def test_the_example_begins_with_the_same_weights_and_lowers_the_learning_rate(monkeypatch):
-    batch, starts, centred, rates = random_batch(0), [], [], []
-    monkeypatch.setattr(minippo, "rollout", lambda *x: starts.append(weights(x[0])) or {**batch})
-    monkeypatch.setattr(minippo, "center_values", lambda *_: centred.append(len(starts)))
-    monkeypatch.setattr(
-        minippo, "ppo_update", lambda _, x, *__: rates.append(x.param_groups[0]["lr"])
-    )
+    batch, starts, rates = random_batch(0), [], []
+
+    def update(policy, optimizer, *_):
+        starts.append(weights(policy))
+        rates.append(optimizer.param_groups[0]["lr"])
+
+    monkeypatch.setattr(minippo, "rollout", lambda *_: {**batch})
+    monkeypatch.setattr(minippo, "ppo_update", update)
     minippo.main(), torch.manual_seed(1), minippo.main()
-    assert torch.equal(starts[0], starts[101]) and centred == [1, 102] and len(rates) == 200
+    assert torch.equal(starts[0], starts[100]) and len(rates) == 200
+    assert starts[0][-1] != 0  # the bias of the values: they are centred
     assert rates[:100] == pytest.approx([3e-3 * (1 - i / 100) for i in range(100)])
