@@ -148,8 +148,7 @@ def by_formula(policy, tokens):
     """A row (T,) -> logits (T, V), values (T,), by the formulas of GPT-2."""
 
     def norm(x, layer):
-        x = (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
-        return x * layer.weight + layer.bias
+        return F.layer_norm(x, (8,)) * layer.weight + layer.bias
 
     def linear(x, layer):
         return x @ layer.weight.T + layer.bias
@@ -624,25 +623,33 @@ def test_centred_values_are_shifted_so_that_their_mean_is_the_mean_score(seed):
     assert_equal(values, torch.where(mask, before + shift, 0.0))
 
 
-def ready_batch(seed, **changes):
-    """-> policy, a random batch with phase 3 done, and a config with all terms of the loss on."""
-    more = {"entropy_coef": 0.1, "kl_loss_coef": 0.3, "vf_coef": 0.5, "value_clip": 0.4, "lam": 0.9}
-    config = PPOConfig(**{"minibatches": 1, "max_grad_norm": inf, **more, **changes})
+ALL_TERMS = PPOConfig(
+    temperature=0.7,
+    lam=0.9,
+    clip_eps=0.15,
+    value_clip=0.4,
+    vf_coef=0.5,
+    entropy_coef=0.1,
+    kl_loss_coef=0.3,
+)
+
+
+def ready_batch(seed):
+    """A random batch with phase 3 done."""
     batch = random_batch(seed)
-    return tiny_gpt(), batch | compute_advantages(batch, config), config
+    return batch | compute_advantages(batch, ALL_TERMS)
 
 
 @for_random_batches
 def test_the_loss_of_ppo_is_the_sum_of_its_weighted_terms(seed):
-    policy, batch, config = ready_batch(seed, temperature=0.7, clip_eps=0.15)
+    policy, batch = tiny_gpt(), ready_batch(seed)
     mask, old_logprobs = batch["mask"], batch["old_logprobs"]
-    loss, stats = ppo_loss(policy, batch, config)
+    loss, stats = ppo_loss(policy, batch, ALL_TERMS)
     logprobs, values, entropy = evaluate_actions(policy, batch["tokens"], mask, 0.7, True)
     first, stats_of_policy = policy_loss(logprobs, old_logprobs, batch["advantages"], mask, 0.15)
     second, stats_of_values = value_loss(values, batch["old_values"], batch["returns"], mask, 0.4)
     k2 = 0.5 * ((logprobs - batch["ref_logprobs"])[mask] ** 2).mean()
-    expected = first + 0.5 * second + 0.3 * k2 - 0.1 * entropy[mask].mean()
-    assert_equal(loss, expected)
+    assert_equal(loss, first + 0.5 * second + 0.3 * k2 - 0.1 * entropy[mask].mean())
     assert stats == pytest.approx({"loss": loss.item()} | stats_of_policy | stats_of_values)
 
 
@@ -669,7 +676,7 @@ def test_an_update_is_a_plain_loop_and_pieces_of_a_step_add_up(
     seed, epochs, minibatches, micro_batch
 ):
     steps = {"epochs": epochs, "minibatches": minibatches, "micro_batch": micro_batch}
-    policy, batch, config = ready_batch(seed, max_grad_norm=1.0, **steps)
+    policy, batch, config = tiny_gpt(), ready_batch(seed), replace(ALL_TERMS, **steps)
     twin, sizes = copy.deepcopy(policy), []
     optimizer = torch.optim.SGD(policy.parameters(), 0.1)
 
