@@ -21,8 +21,8 @@ Reward model  AutoModelForSequenceClassification.from_pretrained(the SFT model's
 LoRA          a model of peft.get_peft_model(); the reference is the model without the adapter
 Memory        bfloat16=True; PPOConfig's micro_batch; model.gradient_checkpointing_enable()
 RLOO, GRPO    in train(), the two functions of variations/rloo.py
-Resuming      save and load policy.value_head, too, and set policy.reference =
-              reference_of(Policy(the SFT model, tokenizer)); reference_of(policy) with LoRA
+Resuming      policy.reference = reference_of(Policy(the SFT model, tokenizer)), or, with LoRA,
+              reference_of(policy)
 """
 
 import random
@@ -46,10 +46,6 @@ def refuse(wrong, message):
 # The policy: what minippo.generate and evaluate_actions ask for
 
 
-def base(model):  # below an adapter of peft
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 class Trunk(torch.nn.Module):
     """The model below its heads, as minippo.Trunk: tokens (B, T) -> hidden states (B, T, C).
     bfloat16: of its matrix products; the weights stay float32."""
@@ -57,6 +53,8 @@ class Trunk(torch.nn.Module):
     def __init__(self, model, bfloat16=False):
         super().__init__()
         self.model, self.bfloat16 = model, bfloat16
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
+        self.body = inner.base_model
 
     def new_cache(self, rows, longest):
         return []  # then (keys, values) of each layer
@@ -67,10 +65,10 @@ class Trunk(torch.nn.Module):
             layer.training = checkpoints and torch.is_grad_enabled()
         past = None if cache is None else transformers.DynamicCache(cache)
         with torch.autocast(tokens.device.type, torch.bfloat16, self.bfloat16):
-            output = base(self.model).base_model(tokens, cache=past, use_cache=past is not None)
+            hidden = self.body(tokens, cache=past, use_cache=past is not None).last_hidden_state
         if past is not None:
             cache[:] = [(layer.keys, layer.values) for layer in past.layers]
-        return output.last_hidden_state.to(self.model.dtype)
+        return hidden.to(self.model.dtype)
 
 
 class Policy(torch.nn.Module):
@@ -79,7 +77,7 @@ class Policy(torch.nn.Module):
     def __init__(self, model, tokenizer, bfloat16=False):
         super().__init__()
         self.model, self.tokenizer, self.reference = model, tokenizer, None
-        self.trunk, self.lm_head = Trunk(model, bfloat16), base(model).get_output_embeddings()
+        self.trunk, self.lm_head = Trunk(model, bfloat16), model.get_output_embeddings()
         self.value_head = torch.nn.Linear(self.lm_head.weight.shape[1], 1, device=model.device)
         torch.nn.init.zeros_(self.value_head.weight)  # center_values() sets the bias
         eos, ends = tokenizer.eos_token_id, model.generation_config.eos_token_id
@@ -87,7 +85,7 @@ class Policy(torch.nn.Module):
         self.config = SimpleNamespace(eos=eos, context=context)
         refuse(eos is None, "the tokenizer has no end token: set tokenizer.eos_token")
         if ends not in (None, eos, [eos]):
-            print(f"only token {eos}, tokenizer.eos_token, ends a response, not all of {ends}")
+            print(f"only {eos}, tokenizer.eos_token, ends a response, not all of {ends}")
 
     def hidden(self, tokens):
         hidden = self.trunk(tokens)
@@ -100,7 +98,7 @@ def reference_of(policy):
         return minippo.frozen_copy(policy)
     off = policy.model.disable_adapter  # a context, and so a decorator
     with off():
-        shared = any(p.requires_grad for p in base(policy.model).parameters())
+        shared = any(p.requires_grad for p in policy.model.parameters())
     refuse(shared, "the reference is trained: freeze all but the adapter, bias='none'")
     hidden, lm_head = off()(policy.hidden), off()(policy.lm_head)
     return SimpleNamespace(hidden=hidden, lm_head=lm_head, value_head=policy.value_head)
@@ -118,13 +116,13 @@ def check(policy, prompts):
     tokens, mask, _, _ = sample(policy, [ids[:16] for ids in prompts[:8]], 8)
     logprobs, cache = evaluate_actions(policy, tokens, mask)[0], []
     half = policy.trunk.bfloat16 or policy.model.dtype.itemsize < 4
+    limit, why = 0.05 if half else 1e-3, "dropout? scaled or capped logits (Gemma-2, Granite)?"
     with torch.no_grad():
         hidden = torch.cat([policy.trunk(column, cache) for column in tokens.split(1, 1)], 1)
         for logits in policy.model(tokens).logits, policy.lm_head(hidden):
             nats = gather_logprobs(logits[:, :-1], tokens[:, 1:])
             gap = (nats - logprobs)[mask].abs().mean().item()
-            why = "scaled or capped logits (Gemma-2, Cohere, Granite), dropout, prompt tuning?"
-            refuse(not gap < (0.05 if half else 1e-3), f"log pi is {gap:.2g} nats off: {why}")
+            refuse(not gap < limit, f"log pi is {gap:.2g} nats off: {why}")
 
 
 # Texts: the tokens that are trained and the text that the reward sees are what was sampled

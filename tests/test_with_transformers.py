@@ -2,7 +2,6 @@
 python -m pytest tests/test_with_transformers.py (needs transformers; peft for LoRA)"""
 
 import copy
-import random
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 
 import minippo
 from minippo import PPOConfig, evaluate_actions, row_lengths
-from tiny import gradients, inf, nan, stir
+from tiny import gradient, nan, stir
 
 pytest.importorskip("transformers")
 import transformers
@@ -54,14 +53,6 @@ def last_token(tokens, mask):
     return tokens.gather(1, row_lengths(mask)[:, None] - 1).squeeze(1) / 20
 
 
-def count(model):
-    """A list that grows whenever the first layer runs."""
-    calls = []
-    layer = next(x for name, x in model.named_modules() if name.endswith((".mlp", ".fc1")))
-    layer.register_forward_pre_hook(lambda *_: calls.append(0))
-    return calls
-
-
 # The model, its reference
 
 
@@ -69,47 +60,37 @@ def alone(policy, tokens, mask, temperature):
     """log pi and values of each row, by the model itself and without padding or other rows."""
     rows = []
     for row, inside, length in zip(tokens, mask, row_lengths(mask)):
-        nats = (policy.model(row[None, :length]).logits[0, :-1] / temperature).log_softmax(-1)
+        logits = policy.model(row[None, :length]).logits[0, :-1]
+        nats = minippo.gather_logprobs(logits, row[1:length], temperature)
         hidden = policy.model.base_model(row[None, : length - 1]).last_hidden_state[0]
-        both = torch.cat([nats.gather(1, row[1:length, None]), policy.value_head(hidden)], 1).T
+        both = torch.stack([nats, policy.value_head(hidden).squeeze(1)])
         rows.append(F.pad(both, (0, len(inside) - length + 1)) * inside)
     return torch.stack(rows, 1)
 
 
-@pytest.mark.parametrize("bfloat16, micro_batch", [(False, 3), (True, 0)])
+@pytest.mark.parametrize("bfloat16, checkpoints", [(False, True), (True, False)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_and_gradient_are_those_of_the_model_for_each_row_alone(
-    kind, bfloat16, micro_batch, monkeypatch
+    kind, bfloat16, checkpoints
 ):
     def check(x, expected):
         off = (x - expected).norm() / expected.norm()
-        assert 1e-4 < off < 0.1 if bfloat16 else (x - expected).abs().max() < 1e-5
+        assert 1e-4 < off < 0.1 if bfloat16 else (x - expected).abs().max() < 1e-4
 
-    config = PPOConfig(8, 0.7, clip_eps=inf, value_clip=inf, micro_batch=micro_batch)
-    config.minibatches, config.max_grad_norm = 1, inf
-    policy, drawn = tiny_policy(kind, bfloat16), []
-    policy.reference, draw = stir(minippo.frozen_copy(policy), 0.05), minippo.draw
-    monkeypatch.setattr(minippo, "draw", lambda x: drawn.append(x * 0.7) or draw(x))
-    policy.train(), random.seed(0)
-    batch = hf.next_batch(policy, PROMPTS, last_token, config, 16)
-    assert not torch.equal(drawn[0], drawn[0].bfloat16().float())  # the head's numbers are float32
-    assert len(drawn[0]) == (micro_batch or 16) and len(batch["tokens"]) == 16
-    batch |= minippo.compute_advantages(batch, config)
-    old, old_values, mask = batch["old_logprobs"], batch["old_values"], batch["mask"]
-    logprobs, values = alone(policy, batch["tokens"], mask, 0.7)
-    check(old, logprobs), check(old_values, values)
-    check(batch["ref_logprobs"], alone(policy.reference, batch["tokens"], mask, 0.7)[0])
-    loss, _ = minippo.policy_loss(logprobs, old, batch["advantages"], mask, inf)
-    more, _ = minippo.value_loss(values, old_values, batch["returns"], mask, inf)
-    (loss + 0.1 * more).backward()
-    expected = gradients(policy)
-    if micro_batch:
+    policy, calls = tiny_policy(kind, bfloat16), []
+    if checkpoints:
         policy.model.gradient_checkpointing_enable()
-    policy.model.train()
-    calls = count(policy.model)
-    minippo.ppo_update(policy, torch.optim.SGD(policy.parameters(), 0.1), batch, config)
-    check(gradients(policy), expected)
-    assert len(calls) == (12 if micro_batch else 1)  # each of 6 pieces is computed twice
+    tokens, mask, *old = hf.sample(policy.train(), PROMPTS * 4, 8, 0.7)
+    for name, layer in policy.model.named_modules():
+        if name.endswith(("0.mlp", "0.fc1")):
+            layer.register_forward_pre_hook(lambda *_: calls.append(0))
+    policy.train()
+    numbers = torch.stack(evaluate_actions(policy, tokens, mask, 0.7)[:2])
+    weights = torch.randn_like(numbers)
+    grad = gradient((weights * numbers).sum(), policy)
+    assert torch.equal(torch.stack(old), numbers) and len(calls) == (2 if checkpoints else 1)
+    expected = alone(policy, tokens, mask, 0.7)
+    check(numbers, expected), check(grad, gradient((weights * expected).sum(), policy))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -177,11 +158,6 @@ def times(factor):
     return model
 
 
-def lower_case(text, **_):  # a tokenizer that puts a token before the text, like Llama's
-    return {"input_ids": [5, *text.lower().encode()]}
-
-
-lower_case.eos_token_id, lower_case.bos_token_id = EOS, 5
 REFUSED = [
     ("Gemma-2", lambda: run(tiny("Gemma2", size=0.5))),
     ("dropout", lambda: run(checkpointed(tiny("OPT")))),
@@ -193,7 +169,7 @@ REFUSED = [
     ("no weight is trainable", lambda: run(tiny().requires_grad_(False))),
     ("the reference is trained", lambda: run(lora(tiny("GPT2"), bias="all"))),
     ("end token", lambda: hf.Policy(tiny(), SimpleNamespace(eos_token_id=None))),
-    ("twice", lambda: hf.encode(lower_case, "\5a")),
+    ("twice", lambda: hf.encode(SimpleNamespace(bos_token_id=5), [5, 5, 6])),
     ("num_labels=1", lambda: hf.classifier_score(CLASSIFIER(num_labels=2))),
     *(("the shape \\(2,\\)", partial(rewarded, x)) for x in (1.0, [1.0], [[1.0], [2.0]])),
 ]
@@ -210,12 +186,12 @@ def test_rounding_is_not_refused():
 
 
 def test_a_new_value_head_is_zero_and_other_ends_of_the_model_are_told(capsys):
-    for ends in (EOS, [EOS], None, [EOS, 7], 7):
+    for ends in (EOS, [EOS], None, [EOS, 7]):
         model = tiny()
         model.generation_config.eos_token_id = ends
         assert not hf.Policy(model, IDS).value_head.weight.any()
-    lines = capsys.readouterr().out.splitlines()
-    assert [x.split()[-1] for x in lines] == ["7]", "7"] and "only token 63" in lines[0]
+    line = capsys.readouterr().out
+    assert "only 63" in line and "[63, 7]" in line and line.count("only") == 1
 
 
 # Texts and scores
@@ -236,10 +212,10 @@ def test_prompts_are_texts_conversations_or_ids_and_rewards_see_them_as_they_wer
     batch = hf.pad([x[:2] for x in rows], "cpu")
     scores = hf.text_score(tokenizer, ["c", *prompts], reward)(*batch)
     assert seen == [prompts, ["é"] * 3] and scores.tolist() == [1, 2, 3]
-    assert scores.is_floating_point() and hf.encode(lower_case, "Ab") == [5, 97, 98]
+    assert scores.is_floating_point()
 
 
-@pytest.mark.parametrize("template", ["<s> $A", "<s> $A </s>", "$A </s>", "$A"])
+@pytest.mark.parametrize("template", ["<s> $A", "$A </s>"])
 def test_a_text_is_the_tokens_that_were_sampled_and_nothing_is_hidden(template):
     words = ["<unk>", "<s>", "</s>", "<think>", "▁Bees", "▁meat", "meat", "|", "▁|", "▁", "a", "▁a"]
     words += [".", "|.", "▁."]
@@ -275,10 +251,6 @@ def test_a_classifier_scores_a_row_in_a_batch_as_the_row_alone(kind, pad):
     model.config.pad_token_id = None  # so that the model reads the last token
     for i, length in enumerate(row_lengths(mask).tolist()):
         torch.testing.assert_close(scores[i], model.eval()(tokens[i : i + 1, :length]).logits[0, 0])
-    model.gradient_checkpointing_enable()
-    calls = count(model)
-    hf.rm_loss(model, [([1], [2], [3])]).backward()
-    assert len(calls) == 2
 
 
 # The three stages
@@ -315,7 +287,7 @@ def test_fit_takes_a_step_of_adam_for_each_batch_in_random_order(capsys):
     assert float(printed[0][-1]) == pytest.approx(10 * start.sum().item(), abs=0.001)
 
 
-def test_train_has_both_rates_groups_of_k_and_the_reference_of_the_first_call(monkeypatch, capsys):
+def test_train_has_both_rates_groups_of_k_and_the_reference_of_the_first_call(monkeypatch):
     policy, rates = tiny_policy(), []
 
     def record(policy, optimizer, batch, config):
