@@ -181,7 +181,6 @@ def text_score(tokenizer, prompts, reward):
 def classifier_score(classifier):
     """Of a decoder with the policy's vocabulary and one label, at the last token."""
     refuse(classifier.config.num_labels != 1, "a classifier needs num_labels=1")
-
     trunk = Trunk(classifier)
 
     def score(tokens, mask):

@@ -28,6 +28,7 @@ SHAPE |= {"word_embed_proj_dim": 8, "ffn_dim": 32}  # of OPT
 KINDS = {"GPT2": {}, "Mistral": {"sliding_window": 3}}  # learned positions; a short memory
 KINDS["OPT"] = {"dropout": 0.0, "layerdrop": 0.0}  # a head narrower than the body
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7] * 6]
+ROWS, PAIRS = [([1, 2], [3, 4, EOS]), ([5], [6])], [([1], [2], [3, 4]), ([5], [6], [7])]
 IDS = SimpleNamespace(eos_token_id=EOS, bos_token_id=None, decode=lambda ids, **_: str(ids))
 
 
@@ -137,8 +138,8 @@ def run(model, bfloat16=True):
     return hf.train(policy, PROMPTS, last_token, config, 0.1, 0.1, steps=1, batch_size=4)
 
 
-def fit(model):
-    hf.fit(model, [([1], [2], [3])], hf.rm_loss, 0.1)
+def sft(model):
+    hf.fit(hf.Policy(model, IDS), ROWS, hf.sft_loss, 0.1)
 
 
 def rewarded(scores):
@@ -159,13 +160,14 @@ def times(factor):
 
 
 REFUSED = [
-    ("Gemma-2", lambda: run(tiny("Gemma2", size=0.5))),
+    ("capped", lambda: run(tiny("Gemma2", size=0.5))),
     ("dropout", lambda: run(checkpointed(tiny("OPT")))),
+    ("capped", lambda: sft(tiny("Gemma2", size=0.5))),
     ("nan nats off", lambda: run(times(lambda x: nan if x.requires_grad else 1))),
     ("log pi is 0.0", lambda: run(times(lambda x: 1 + 0.1 * (x.shape[1] == 1)), False)),
     ("logits are not finite", lambda: run(times(lambda x: nan))),
     ("16 bits", lambda: run(tiny().bfloat16())),
-    ("16 bits", lambda: fit(CLASSIFIER().bfloat16())),
+    ("16 bits", lambda: hf.fit(CLASSIFIER().bfloat16(), PAIRS, hf.rm_loss, 0.1)),
     ("no weight is trainable", lambda: run(tiny().requires_grad_(False))),
     ("the reference is trained", lambda: run(lora(tiny("GPT2"), bias="all"))),
     ("end token", lambda: hf.Policy(tiny(), SimpleNamespace(eos_token_id=None))),
@@ -183,6 +185,7 @@ def test_what_would_go_wrong_in_silence_is_refused(why, do):
 
 def test_rounding_is_not_refused():
     run(tiny(size=0.5)), run(lora(checkpointed(tiny().bfloat16())), bfloat16=False)
+    sft(tiny())
 
 
 def test_a_new_value_head_is_zero_and_other_ends_of_the_model_are_told(capsys):
@@ -215,7 +218,7 @@ def test_prompts_are_texts_conversations_or_ids_and_rewards_see_them_as_they_wer
     assert scores.is_floating_point()
 
 
-@pytest.mark.parametrize("template", ["<s> $A", "$A </s>"])
+@pytest.mark.parametrize("template", ["<s> $A", "$A </s>", "$A"])
 def test_a_text_is_the_tokens_that_were_sampled_and_nothing_is_hidden(template):
     words = ["<unk>", "<s>", "</s>", "<think>", "▁Bees", "▁meat", "meat", "|", "▁|", "▁", "a", "▁a"]
     words += [".", "|.", "▁."]
@@ -257,15 +260,14 @@ def test_a_classifier_scores_a_row_in_a_batch_as_the_row_alone(kind, pad):
 
 
 def test_the_losses_are_those_of_transformers_and_of_bradley_and_terry():
-    policy, rows = tiny_policy(), [([1, 2], [3, 4, EOS]), ([5], [6])]
-    policy.model.train()
-    loss = hf.sft_loss(policy, rows)
-    labels = torch.tensor([[-100, -100, 3, 4, EOS], [-100, 6, -100, -100, -100]])
-    torch.testing.assert_close(loss, policy.model(hf.pad(rows, "cpu")[0], labels=labels).loss)
-    model, rows = CLASSIFIER(), [([1], [2]), ([1], [3, 4]), ([5], [6]), ([5], [7])]
+    policy, labels = hf.Policy(tiny(), IDS), torch.tensor([[-100] * 2 + [3, 4, EOS], [-100] * 5])
+    labels[1, 1] = 6
+    loss = hf.sft_loss(policy, ROWS)
+    torch.testing.assert_close(loss, policy.model(hf.pad(ROWS, "cpu")[0], labels=labels).loss)
+    model, rows = CLASSIFIER(), [(a, b) for a, *more in PAIRS for b in more]
     a, b, c, d = hf.classifier_score(model)(*hf.pad(rows, "cpu"))
-    loss = hf.rm_loss(model, [([1], [2], [3, 4]), ([5], [6], [7])])
-    torch.testing.assert_close(loss, -(F.logsigmoid(a - b) + F.logsigmoid(c - d)) / 2)
+    expected = -(F.logsigmoid(a - b) + F.logsigmoid(c - d)) / 2
+    torch.testing.assert_close(hf.rm_loss(model, PAIRS), expected)
 
 
 def test_fit_takes_a_step_of_adam_for_each_batch_in_random_order(capsys):
@@ -287,8 +289,8 @@ def test_fit_takes_a_step_of_adam_for_each_batch_in_random_order(capsys):
     assert float(printed[0][-1]) == pytest.approx(10 * start.sum().item(), abs=0.001)
 
 
-def test_train_has_both_rates_groups_of_k_and_the_reference_of_the_first_call(monkeypatch):
-    policy, rates = tiny_policy(), []
+def test_train_has_both_rates_groups_of_k_and_the_reference_of_the_first_call(monkeypatch, capsys):
+    policy, rates, texts = tiny_policy(), [], []
 
     def record(policy, optimizer, batch, config):
         starts = batch["mask"].int().argmax(1).view(-1, 3)
@@ -297,6 +299,7 @@ def test_train_has_both_rates_groups_of_k_and_the_reference_of_the_first_call(mo
         assert body["params"] == [*policy.model.parameters()]
         assert head["params"] == [*policy.value_head.parameters()]
         rates.extend([body["lr"], head["lr"]])
+        texts.append(str(batch["tokens"][0, : row_lengths(batch["mask"])[0]]))
         optimizer.step()
         stir(policy.model, 0.05)
 
@@ -305,6 +308,8 @@ def test_train_has_both_rates_groups_of_k_and_the_reference_of_the_first_call(mo
         log = hf.train(policy, PROMPTS, last_token, PPOConfig(4, k=3), 1.0, 2.0, steps, 12)
         assert (log[0]["kl_k3"] < 1e-6) == (steps == 2) and log[-1]["kl_k3"] > 0.01
     assert rates == pytest.approx([0.2, 0.4, 0.4, 0.8, 0.2, 0.4])
+    printed = [x for x in capsys.readouterr().out.splitlines() if "iteration" in x]
+    assert len(printed) == 3 and all(map(str.endswith, printed, map(repr, texts)))
 
 
 def test_the_example_learns_to_write_capitals_whatever_is_added_to_the_reward(monkeypatch, capsys):
