@@ -200,28 +200,10 @@ def test_a_new_value_head_is_zero_and_other_ends_of_the_model_are_told(capsys):
 # Texts and scores
 
 
-def test_prompts_are_texts_conversations_or_ids_and_rewards_see_them_as_they_were():
-    template = "{{ messages[0].content }}{% if add_generation_prompt %}:{% endif %}"
-    tokenizer = transformers.ByT5Tokenizer(extra_ids=0, chat_template=template)  # 1: its end token
-    prompts, seen = ["ab", [{"role": "user", "content": "ab"}], [3, 4]], []
-    rows = hf.encode_rows(tokenizer, [(x, "é", "!") for x in prompts])
-    answers = [198, 172, 1], [36, 1]
-    assert rows == [(ids, *answers) for ids in ([100, 101], [100, 101, 61], [3, 4])]
-
-    def reward(*texts):
-        seen.extend(texts)
-        return torch.tensor([1, 2, 3])
-
-    batch = hf.pad([x[:2] for x in rows], "cpu")
-    scores = hf.text_score(tokenizer, ["c", *prompts], reward)(*batch)
-    assert seen == [prompts, ["é"] * 3] and scores.tolist() == [1, 2, 3]
-    assert scores.is_floating_point()
-
-
 @pytest.mark.parametrize("template", ["<s> $A", "$A </s>", "$A"])
-def test_a_text_is_the_tokens_that_were_sampled_and_nothing_is_hidden(template):
+def test_texts_become_ids_and_back_and_rewards_see_prompts_as_they_were(template):
     words = ["<unk>", "<s>", "</s>", "<think>", "▁Bees", "▁meat", "meat", "|", "▁|", "▁", "a", "▁a"]
-    words += [".", "|.", "▁."]
+    words += [".", "|.", "▁.", ":"]
     core = Tokenizer(models.Unigram([(x, -len(words) + i / 9) for i, x in enumerate(words)], 0))
     core.pre_tokenizer, core.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     special = [("<s>", 1), ("</s>", 2)]
@@ -233,16 +215,21 @@ def test_a_text_is_the_tokens_that_were_sampled_and_nothing_is_hidden(template):
         unk_token="<unk>",
         additional_special_tokens=["<think>"],
         clean_up_tokenization_spaces=True,
+        chat_template="{{ messages[0].content }}{% if add_generation_prompt %}:{% endif %}",
     )
     start = [1] * ("<s>" in template)
-    assert hf.encode(tokenizer, "Bees") == [*start, 4]
-    assert hf.encode(tokenizer, "Bees</s>") == [*start, 4, 2]  # meant
+    prompts = ["Bees", "Bees</s>", [{"role": "user", "content": "Bees"}], [5, 4]]
+    ids = [*start, 4], [*start, 4, 2], [4, 15], [5, 4]  # that end is meant
     texts, seen = ["meat", " meat", ".", " .", "meat<think>", "meat</s>"], []
-    rows = hf.encode_rows(tokenizer, [("Bees", x) for x in texts])
-    assert [ids for _, ids in rows] == [[6, 2], [5, 2], [12, 2], [14, 2], [6, 3, 2], [6, 2]]
-    score = hf.text_score(tokenizer, ["Bees"], lambda _, x: seen.extend(x) or [0.0] * len(x))
-    score(*hf.pad(rows, "cpu"))
-    assert seen == [x.removesuffix("</s>") for x in texts]
+    rows = hf.encode_rows(tokenizer, [(x, *texts) for x in prompts])
+    assert rows == [(x, [6, 2], [5, 2], [12, 2], [14, 2], [6, 3, 2], [6, 2]) for x in ids]
+
+    batch = hf.pad([(a, b) for a, *more in rows for b in more], "cpu")
+    score = hf.text_score(tokenizer, prompts, lambda *x: seen.extend(x) or torch.arange(24))
+    scores = score(*batch)
+    assert seen[0] == [x for x in prompts for _ in texts]
+    assert seen[1] == [x.removesuffix("</s>") for x in texts] * 4
+    assert scores.is_floating_point() and scores.tolist() == [*range(24)]
 
 
 @pytest.mark.parametrize("kind, pad", [("GPT2", 60), ("Llama", EOS)])
