@@ -29,7 +29,6 @@ from transformers import AutoTokenizer
 
 from bench.tables import ROOT, keep, load, made
 from bench.trl_ppo import make_trainer
-from data.files import write_jsonl
 from data.rows import read_rows
 from examples import with_transformers as hf
 from minippo import PPOConfig
@@ -77,26 +76,30 @@ def first_stages(out, sft, pairs):
 
     hf.fit(hf.Policy(model, tokenizer), cut(sft), hf.sft_loss, lr=5e-5)
     model.save_pretrained(out / "sft")
-    pad = {"num_labels": 1, "pad_token_id": tokenizer.pad_token_id}
-    classifier = Classifier.from_pretrained(out / "sft", dtype=torch.float32, **pad)
+    head = {"num_labels": 1, "pad_token_id": tokenizer.pad_token_id}
+    classifier = Classifier.from_pretrained(out / "sft", dtype=torch.float32, **head)
     hf.fit(classifier, cut(pairs), hf.rm_loss, lr=5e-5)
     classifier.save_pretrained(out / "rm")
     tokenizer.save_pretrained(out / "rm")
 
 
+def answers(policy, prompts, length):
+    """-> (tokens, mask) of 32 answers each."""
+    rows = [hf.encode(policy.tokenizer, x) for x in prompts]
+    return [hf.sample(policy, x, length)[:2] for x in in_parts(rows, 32)]
+
+
 @torch.no_grad()
 def normalised(score, policy, prompts, length):
-    """With mean 0 and standard deviation 1 over answers of the policy, and cut off where one in a
-    hundred of them is higher."""
-    rows = [hf.encode(policy.tokenizer, x) for x in random.choices(prompts, k=256)]
-    scores = torch.cat([score(*hf.sample(policy, x, length)[:2]) for x in in_parts(rows, 32)])
+    """With mean 0 and standard deviation 1 over answers of the policy; one in a hundred is cut."""
+    batches = answers(policy, random.choices(prompts, k=256), length)
+    scores = torch.cat([score(*x) for x in batches])
     mean, std, cap = scores.mean(), scores.std(), scores.quantile(0.99)
     return lambda tokens, mask: (score(tokens, mask).clamp(max=cap) - mean) / std
 
 
 def models_of(mode, data, out, pairs, aside, texts):
-    """-> the model that PPO starts from, its tokenizer, and a score; stages 1 and 2 are made
-    once."""
+    """-> the model that PPO starts from, its tokenizer, a score; stages 1 and 2 are made once."""
     if mode == "lexicon":
         model, tokenizer = load_base()
         return model, tokenizer, hf.text_score(tokenizer, texts, lexicon)
@@ -138,25 +141,27 @@ def main():
     pairs = read_rows(data, "pref", "train")
     pairs, aside = [x for i, x in enumerate(pairs) if i % 3], pairs[::3]
     prompts, unseen = ([x for (x,) in read_rows(data, "prompts", y)] for y in ("train", "val"))
-    judge, lines, start = naive_bayes(aside), [], time.perf_counter()
-
-    def note(rows, score=None):
-        texts = tokenizer.batch_decode(rows, skip_special_tokens=True)
-        means = {"judge": statistics.fmean(map(judge, texts)), "score": score}
-        lines.append({"seconds": time.perf_counter() - start, **means, "texts": texts[:10]})
-
+    judge, start, seconds, shares, row = naive_bayes(aside), time.perf_counter(), [], [], {}
     model, tokenizer, score = models_of(mode, data, out, pairs, aside, prompts + unseen)
 
+    def share(rows):
+        return statistics.fmean(map(judge, tokenizer.batch_decode(rows, skip_special_tokens=True)))
+
+    def note(rows):
+        seconds.append(time.perf_counter()), shares.append(share(rows))
+
+    def responses(tokens, mask):
+        return [ids[inside] for ids, inside in zip(tokens[:, 1:], mask)]
+
     def watched(tokens, mask):
-        scores = score(tokens, mask)
-        note([ids[inside] for ids, inside in zip(tokens[:, 1:], mask)], scores.mean().item())
-        return scores
+        note(responses(tokens, mask))
+        return score(tokens, mask)
 
-    def look():  # in four lines
-        for part in in_parts([hf.encode(tokenizer, x) for x in unseen[:128]], 32):
-            watched(*hf.sample(policy, part, length)[:2])
+    def look(when):
+        batches = answers(policy, unseen[:128], length)
+        row[f"judge {when}"] = statistics.fmean(share(responses(*x)) for x in batches)
+        row[f"score {when}"] = statistics.fmean(score(*x).mean().item() for x in batches)
 
-    row = {}
     if args.trl:
         stage |= {"out": out, "device": "cpu", "seed": args.seed, "warmup": 5, "adam_eps": 1e-8}
         prompts = [hf.encode(tokenizer, prompt) for prompt in prompts]
@@ -169,23 +174,16 @@ def main():
         policy = hf.Policy(model, tokenizer)
         if mode == "stages":
             score = normalised(score, policy, prompts, length)
-        look()
+        look("before")
         log = hf.train(policy, prompts, watched, config, head_lr=3e-4, **stage)
-        look()
-        for x in ("judge", "score"):
-            row[f"{x} before"] = statistics.fmean(line[x] for line in lines[:4])
-            row[f"{x} after"] = statistics.fmean(line[x] for line in lines[-4:])
+        look("after")
         row["kl"] = statistics.fmean(line["kl"] for line in log[-5:])
-        row["minutes"] = lines[-1]["seconds"] / 60
-    batches = lines if args.trl else lines[4:-4]
-    seconds = [line["seconds"] - batches[0]["seconds"] for line in batches]
+        row["minutes"] = (time.perf_counter() - start) / 60
     row["an iteration, s"] = statistics.median(b - a for a, b in itertools.pairwise(seconds[1:]))
     row["peak, GB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # on Linux
 
     name = ", ".join([mode, f"seed {args.seed}", *["LoRA"] * args.lora, *["TRL"] * args.trl])
-    write_jsonl(OUT / f"{name}.jsonl", lines)
-    print(name, *lines[-1]["texts"], sep="\n")
-    path = {"seconds": seconds, "judge": [line["judge"] for line in batches]}
+    path = {"seconds": [x - seconds[0] for x in seconds], "judge": shares}
     keep_row(name, row, {name: path} if mode == "speed" else {})
 
 

@@ -19,18 +19,13 @@ Reward model  AutoModelForSequenceClassification.from_pretrained(the SFT model's
               num_labels=1, dtype=torch.float32).to("cuda"), and
               fit(classifier, encode_rows(tokenizer, pairs), rm_loss, lr)
 LoRA          a model of peft.get_peft_model(); the reference is the model without the adapter
-RLOO, GRPO    Settings and algorithm=(compute_advantages, loss) of variations/rloo.py
-Resuming      save policy.value_head.state_dict(), too; load it, and set policy.reference =
-              reference_of(Policy(the SFT model, tokenizer)), or reference_of(policy) with LoRA
 Memory        bfloat16=True; PPOConfig's micro_batch; model.gradient_checkpointing_enable()
-generate()    of transformers draws from the same distribution only with top_k=0
+RLOO, GRPO    in train(), the two functions of variations/rloo.py
+Resuming      policy.reference = reference_of(Policy(the SFT model, tokenizer)), or, with LoRA,
+              reference_of(policy)
 """
 
-import copy
-import math
 import random
-import tempfile
-import warnings
 from functools import partial
 from types import SimpleNamespace
 
@@ -43,47 +38,58 @@ import minippo
 from minippo import PPOConfig, evaluate_actions, gather_logprobs
 
 
-PPO = minippo.compute_advantages, minippo.ppo_loss
-
-
 def refuse(wrong, message):
     if wrong:
         raise ValueError(message)
 
 
-def base(model):  # below an adapter of peft
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+# The policy: what minippo.generate and evaluate_actions ask for
 
 
-def last_hidden(model, tokens, use_cache=False, **more):
-    """What a head reads, (B, T, C). No dropout; gradient checkpoints where they are on."""
-    for layer in model.modules():
-        layer.training = torch.is_grad_enabled() and getattr(layer, "gradient_checkpointing", False)
-        for name in vars(layer):
-            if "drop" in name and isinstance(vars(layer)[name], float):
-                vars(layer)[name] = 0.0
-    return base(model).base_model(tokens, use_cache=use_cache, **more).last_hidden_state
+class Trunk(torch.nn.Module):
+    """The model below its heads, as minippo.Trunk: tokens (B, T) -> hidden states (B, T, C).
+    bfloat16: of its matrix products; the weights stay float32."""
+
+    def __init__(self, model, bfloat16=False):
+        super().__init__()
+        self.model, self.bfloat16 = model, bfloat16
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
+        self.body = inner.base_model
+
+    def new_cache(self, rows, longest):
+        return []  # then (keys, values) of each layer
+
+    def forward(self, tokens, cache=None, start=0):
+        for layer in self.model.modules():  # no dropout, but checkpoints work in training mode
+            checkpoints = getattr(layer, "gradient_checkpointing", False)
+            layer.training = checkpoints and torch.is_grad_enabled()
+        past = None if cache is None else transformers.DynamicCache(cache)
+        with torch.autocast(tokens.device.type, torch.bfloat16, self.bfloat16):
+            hidden = self.body(tokens, cache=past, use_cache=past is not None).last_hidden_state
+        if past is not None:
+            cache[:] = [(layer.keys, layer.values) for layer in past.layers]
+        return hidden.to(self.model.dtype)
 
 
 class Policy(torch.nn.Module):
-    """What evaluate_actions asks for: lm_head, value_head, hidden(). bfloat16: of matrix products
-    below the heads; the weights stay float32. reference: by default the policy at first train()."""
+    """reference: by default the policy as it is at the first train()."""
 
     def __init__(self, model, tokenizer, bfloat16=False):
         super().__init__()
-        self.model, self.tokenizer, self.bfloat16, self.reference = model, tokenizer, bfloat16, None
-        self.lm_head, eos = base(model).get_output_embeddings(), tokenizer.eos_token_id
+        self.model, self.tokenizer, self.reference = model, tokenizer, None
+        self.trunk, self.lm_head = Trunk(model, bfloat16), model.get_output_embeddings()
         self.value_head = torch.nn.Linear(self.lm_head.weight.shape[1], 1, device=model.device)
         torch.nn.init.zeros_(self.value_head.weight)  # center_values() sets the bias
-        self.config = SimpleNamespace(eos=eos)
+        eos, ends = tokenizer.eos_token_id, model.generation_config.eos_token_id
+        context = getattr(model.config, "max_position_embeddings", 10**9)
+        self.config = SimpleNamespace(eos=eos, context=context)
         refuse(eos is None, "the tokenizer has no end token: set tokenizer.eos_token")
-        if (ends := model.generation_config.eos_token_id) not in (None, eos, [eos]):
-            warnings.warn(f"only token {eos} ends a response, not all of {ends}", stacklevel=2)
+        if ends not in (None, eos, [eos]):
+            print(f"only {eos}, tokenizer.eos_token, ends a response, not all of {ends}")
 
-    def hidden(self, tokens, **more):
-        with torch.autocast(tokens.device.type, torch.bfloat16, self.bfloat16):
-            hidden = last_hidden(self.model, tokens, **more)
-        return [hidden.to(head.weight.dtype) for head in (self.lm_head, self.value_head)]
+    def hidden(self, tokens):
+        hidden = self.trunk(tokens)
+        return hidden, hidden.float()
 
 
 def reference_of(policy):
@@ -92,75 +98,31 @@ def reference_of(policy):
         return minippo.frozen_copy(policy)
     off = policy.model.disable_adapter  # a context, and so a decorator
     with off():
-        shared = any(p.requires_grad for p in base(policy.model).parameters())
+        shared = any(p.requires_grad for p in policy.model.parameters())
     refuse(shared, "the reference is trained: freeze all but the adapter, bias='none'")
     hidden, lm_head = off()(policy.hidden), off()(policy.lm_head)
     return SimpleNamespace(hidden=hidden, lm_head=lm_head, value_head=policy.value_head)
 
 
-def pad(rows, device):
-    """B prompts and responses as ids -> tokens (B, T), mask (B, T-1)."""
-    tokens = [torch.tensor(prompt + response) for prompt, response in rows]
-    mask = [torch.tensor([False] * (len(a) - 1) + [True] * len(b)) for a, b in rows]
-    return [pad_sequence(x, True).to(device) for x in (tokens, mask)]
+def draw(logits):  # in float32, as evaluate_actions reads them
+    return minippo.draw(logits.float())
 
 
-def compare(policy, nats, logprobs):
-    gap, half = (nats - logprobs).abs().mean().item(), policy.model.dtype.itemsize < 4
-    why = "scaled or capped logits (Gemma-2, Cohere, Granite), dropout, prompt tuning, a wrapper"
-    wrong = not gap < (0.05 if half or policy.bfloat16 else 1e-3)
-    refuse(wrong, f"log pi is {gap:.2g} nats off: {why} or padding on the left")
+sample = partial(minippo.generate, draw=draw)
 
 
-@torch.no_grad()
-def sample(policy, prompts, max_new_tokens, temperature=1.0):
-    """minippo.generate for a Policy. Prompts are padded on the left; no generation_config acts."""
-    rows = [torch.tensor(ids, device=policy.value_head.weight.device) for ids in prompts]
-    new = pad_sequence(rows, True, padding_side="left")
-    text = pad_sequence([torch.ones_like(x) for x in rows], True, padding_side="left")
-    drawn, nats, inside = [], [], [torch.ones_like(text[:, 0]).bool()]
-    cache = transformers.DynamicCache(config=base(policy.model).config)
-    while len(drawn) < max_new_tokens and inside[-1].any():
-        more = {"position_ids": (text.cumsum(1) - 1).clamp(min=0)[:, -new.shape[1] :]}
-        more |= {"attention_mask": text, "use_cache": True, "cache": cache}
-        logits = policy.lm_head(policy.hidden(new, **more)[0][:, -1]).float()
-        drawn.append(minippo.draw(logits / temperature))
-        nats.append(gather_logprobs(logits, drawn[-1], temperature))
-        inside.append(inside[-1] & (drawn[-1] != policy.config.eos))
-        new, text = drawn[-1][:, None], torch.cat([text, text[:, -1:]], 1)
-    drawn, nats, inside = (torch.stack(x[: len(drawn)], 1) for x in (drawn, nats, inside))
-    responses = [ids[keep].tolist() for ids, keep in zip(drawn, inside)]
-    tokens, mask = pad([*zip(prompts, responses)], drawn.device)
-    logprobs, values, _ = evaluate_actions(policy, tokens, mask, temperature)
-    compare(policy, nats[inside], logprobs[mask])  # the ratio would not show it
-    return tokens, mask, logprobs, values
-
-
-def check(model, prompts, longest, new=False):
-    """Before a training. new: the reference is the policy itself."""
-    inner = model.model if isinstance(model, Policy) else model
-    sizes = [p.dtype.itemsize for p in inner.parameters() if p.requires_grad]
-    autocast = torch.is_autocast_enabled(inner.device.type)
-    context = getattr(inner.config, "max_position_embeddings", longest)
-    refuse(autocast, "leave torch.autocast: use Policy's bfloat16")
-    refuse(not sizes, "no weight is trainable: use requires_grad_() or is_trainable=True")
-    refuse(min(sizes) < 4, "small steps vanish in 16 bits: load with dtype=torch.float32")
-    refuse(not all(prompts), "a prompt is empty: give it a token")
-    refuse(longest > context, f"a row of {longest} tokens exceeds the context, {context}: cut it")
-    if inner is model:
-        return
-    with tempfile.TemporaryDirectory() as folder:  # fails now, not after the training
-        base(inner).generation_config.save_pretrained(folder)
-    exact, prompts = copy.copy(model), [x[: 2 * i + 1] for i, x in enumerate(prompts[:8])]
-    exact.bfloat16 = False
-    tokens, mask, _, _ = sample(exact, prompts, 8)
+def check(policy, prompts):
+    """Before a training: log pi is that of the model itself, with gradients and token by token."""
+    tokens, mask, _, _ = sample(policy, [ids[:16] for ids in prompts[:8]], 8)
+    logprobs, cache = evaluate_actions(policy, tokens, mask)[0], []
+    half = policy.trunk.bfloat16 or policy.model.dtype.itemsize < 4
+    limit, why = 0.05 if half else 1e-3, "dropout? scaled or capped logits (Gemma-2, Granite)?"
     with torch.no_grad():
-        nats = gather_logprobs(inner(tokens).logits[:, -tokens.shape[1] : -1], tokens[:, 1:])
-    compare(exact, nats[mask], evaluate_actions(exact, tokens, mask)[0][mask])
-    if model.reference:
-        nats, ref = (evaluate_actions(x, tokens, mask)[0] for x in (model, model.reference))
-        moved = new and (nats - ref).abs().max() > 1e-3
-        refuse(moved, "the adapter is not new: model.merge_and_unload(), then a new one")
+        hidden = torch.cat([policy.trunk(column, cache) for column in tokens.split(1, 1)], 1)
+        for logits in policy.model(tokens).logits, policy.lm_head(hidden):
+            nats = gather_logprobs(logits[:, :-1], tokens[:, 1:])
+            gap = (nats - logprobs)[mask].abs().mean().item()
+            refuse(not gap < limit, f"log pi is {gap:.2g} nats off: {why}")
 
 
 # Texts: the tokens that are trained and the text that the reward sees are what was sampled
@@ -199,23 +161,18 @@ def encode_rows(tokenizer, rows):
 def text_score(tokenizer, prompts, reward):
     """reward(prompts, responses), B of these prompts as they are and B texts, gives B numbers."""
     decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-    by_ids = {}
-    for prompt in prompts:
-        other = by_ids.setdefault(tuple(encode(tokenizer, prompt)), prompt) != prompt
-        refuse(other, f"leave {prompt!r} out: another prompt has the same tokens")
+    by_ids = {tuple(encode(tokenizer, prompt)): prompt for prompt in prompts}
 
     def score(tokens, mask):
         originals, texts = [], []
         for row, inside in zip(tokens, mask):
             ids = row[: inside.int().argmax() + 1].tolist()
-            start = decode(ids)
-            refuse(tuple(ids) not in by_ids, f"text_score() was not given {start!r}")
+            response = [i for i in row[1:][inside].tolist() if i != tokenizer.eos_token_id]
             originals.append(by_ids[tuple(ids)])
-            ids += [i for i in row[1:][inside].tolist() if i != tokenizer.eos_token_id]
-            texts.append(decode(ids)[len(start) :])  # a response alone may lose a space
+            texts.append(decode(ids + response)[len(decode(ids)) :])  # alone, it may lose a space
         scores = torch.as_tensor(reward(originals, texts), dtype=torch.float32)
-        wrong = scores.shape != (len(texts),) or not scores.isfinite().all()
-        refuse(wrong, f"the reward should give {len(texts)} finite numbers, not {scores}")
+        wanted = (len(texts),)
+        refuse(scores.shape != wanted, f"the reward should have the shape {wanted}: {scores}")
         return scores.to(tokens.device)
 
     return score
@@ -223,21 +180,35 @@ def text_score(tokenizer, prompts, reward):
 
 def classifier_score(classifier):
     """Of a decoder with the policy's vocabulary and one label, at the last token."""
-    wrong = classifier.config.num_labels != 1 or not hasattr(classifier, "score")
-    refuse(wrong, "a classifier needs num_labels=1 and a head `score`")
+    refuse(classifier.config.num_labels != 1, "a classifier needs num_labels=1")
+    trunk = Trunk(classifier)
 
     def score(tokens, mask):
         last = torch.arange(len(mask)), minippo.row_lengths(mask) - 1
-        return classifier.score(last_hidden(classifier, tokens)[last]).squeeze(1).float()
+        return classifier.score(trunk(tokens)[last]).squeeze(1).float()
 
     return score
 
 
+# The three stages
+
+
 def adam(groups, steps):
     """For (module, learning rate); the rates climb in 5 steps, then fall to 0."""
-    groups = [{"params": module.parameters(), "lr": lr} for module, lr in groups]
+    trained = [[p for p in module.parameters() if p.requires_grad] for module, _ in groups]
+    refuse(not all(trained), "no weight is trainable: load the adapter with is_trainable=True")
+    half = any(p.dtype.itemsize < 4 for params in trained for p in params)
+    refuse(half, "small steps vanish in 16 bits: load with dtype=torch.float32")
+    groups = [{"params": params, "lr": lr} for params, (_, lr) in zip(trained, groups)]
     optimizer = torch.optim.Adam(groups, fused=True)
     return optimizer, LambdaLR(optimizer, lambda i: min((i + 1) / 5, 1 - i / steps))
+
+
+def pad(rows, device):
+    """B prompts and responses as ids -> tokens (B, T), mask (B, T-1)."""
+    tokens = [torch.tensor(prompt + response) for prompt, response in rows]
+    mask = [torch.tensor([False] * (len(a) - 1) + [True] * len(b)) for a, b in rows]
+    return [pad_sequence(x, True).to(device) for x in (tokens, mask)]
 
 
 def sft_loss(policy, rows):
@@ -255,7 +226,8 @@ def rm_loss(classifier, pairs):
 
 def fit(model, rows, loss_of, lr, batch_size=16):
     """One pass over the rows in random order: of a Policy by sft_loss, a classifier by rm_loss."""
-    check(model, [x for x, *_ in rows], max(len(x) + len(y) for x, *ys in rows for y in ys))
+    if isinstance(model, Policy):
+        check(model, [prompt for prompt, _ in rows])
     batches = torch.utils.data.DataLoader(rows, batch_size, shuffle=True, collate_fn=list)
     optimizer, schedule = adam([(model, lr)], len(batches))
     for step, batch in enumerate(batches):
@@ -270,40 +242,28 @@ def fit(model, rows, loss_of, lr, batch_size=16):
 
 def next_batch(policy, prompts, score, config, batch_size):
     """Responses to random prompts, config.k to each."""
-    rows = [
-        ids for ids in random.choices(prompts, k=batch_size // config.k) for _ in range(config.k)
-    ]
+    chosen = random.choices(prompts, k=batch_size // config.k)
+    rows = [ids for ids in chosen for _ in range(config.k)]
     return minippo.rollout(policy, policy.reference, score, rows, config, sample)
 
 
-def check_scale(policy, batch, config):
-    """PPOConfig suits scores, before penalties, with standard deviation 1."""
-    row, eos = (batch["tokens"], batch["mask"]), policy.config.eos
-    scores = batch["scores"] - minippo.score_responses(lambda *_: 0, *row, config, eos)[0]
-    if (std := scores.std().item()) > 1e-6 * scores.abs().max() and (
-        power := round(math.log10(std))
-    ):
-        print(f"the standard deviation of the scores is {std:.2g}: divide the reward by 1e{power}")
-
-
-def train(policy, prompts, score, config, lr, head_lr, steps=50, batch_size=64, algorithm=PPO):
+def train(policy, prompts, score, config, lr, head_lr, steps=50, batch_size=64):
     """PPO for some iterations, in place -> what minippo.batch_metrics says of each batch."""
-    compute_advantages, loss, log = *algorithm, []
-    wrong = batch_size % config.k or batch_size < max(config.k, config.minibatches)
-    refuse(wrong, f"batch_size {batch_size}: take a multiple of k, and at least minibatches")
-    if new := policy.reference is None:
-        policy.reference = reference_of(policy)
-    prompts = [encode(policy.tokenizer, prompt) for prompt in prompts]
-    check(policy, prompts, max(map(len, prompts)) + config.max_new_tokens, new)
+    prompts, log = [encode(policy.tokenizer, prompt) for prompt in prompts], []
+    check(policy, prompts)
     optimizer, schedule = adam([(policy.model, lr), (policy.value_head, head_lr)], steps)
+    if first := policy.reference is None:
+        policy.reference = reference_of(policy)
     batch = next_batch(policy, prompts, score, config, batch_size)
-    check_scale(policy, batch, config)
+    moved = first and (batch["old_logprobs"] - batch["ref_logprobs"]).abs().max() > 1e-3
+    refuse(moved, "the adapter is not new: model.merge_and_unload(), then a new one")
+    print(f"scores: standard deviation {batch['scores'].std():.2g}; PPOConfig suits 1")
     minippo.center_values(policy, batch)
     for step in range(steps):
         batch = next_batch(policy, prompts, score, config, batch_size)
-        batch |= compute_advantages(batch, config)
+        batch |= minippo.compute_advantages(batch, config)
         log.append(minippo.batch_metrics(batch, config))
-        minippo.ppo_update(policy, optimizer, batch, config, loss)
+        minippo.ppo_update(policy, optimizer, batch, config)
         schedule.step()
         if step % 5 == 0 or step + 1 == steps:
             row = batch["tokens"][0, : minippo.row_lengths(batch["mask"])[0]]
