@@ -43,10 +43,7 @@ def test_lines_are_read_as_they_are_and_a_fault_is_named_with_its_line(tmp_path)
         (b"{}\n\xc3\xa9\n\xff\n", r"x, line 3: not UTF-8 \(.*\); save"),
         (b"{}\n{", r"x, line 2: not JSON \("),
         (b"[" * 100_000, r"x, line 1: not JSON \("),
-        (
-            b"\n[1]",
-            "x, line 2: 'prompt' is null; expected one JSON object per line with prompt, co",
-        ),
+        (b"\n[1]", "x, line 2: 'prompt' is null; expected one JSON object per line with prompt"),
         (b'{"prompt": "a"}', "x, line 1: 'completion' is null; expected"),
         (b'{"completion": "", "prompt": 7}', "x, line 1: 'prompt' is 7; expected"),
         (b'{"completion": "", "prompt": "", "label": 0}', "x, line 1: .label. is false"),
