@@ -1,10 +1,16 @@
-"""What bench/ starts, and the tables that come of it. Run: python -m pytest tests/test_bench.py"""
+"""What bench/ starts, and the figures that come of it. Run: python -m pytest tests/test_bench.py"""
+
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from bench import critic, results, tables
 from cli import PPO, run, write_data, write_models
+from data.files import UserError
 from minippo import turns_score
 from plumbing.models import load_checkpoint, save_checkpoint
 
@@ -13,18 +19,21 @@ MODULES = "critic", "pictures", "pretrained", "results", "speed", "tables", "trl
 
 @pytest.mark.parametrize("name", results.TABLES)
 def test_every_command_line_of_a_table_is_one_that_its_script_takes(name, tmp_path, monkeypatch):
-    for folder in ("RUNS", "ZOO"):
-        monkeypatch.setattr(results, folder, tmp_path / folder)
+    monkeypatch.setattr(results, "RUNS", tmp_path)
+    monkeypatch.setattr(results, "ZOO", tmp_path / "zoo" / "data")
     commands = set()
     for task, line in results.TABLES[name].values():
-        for _, words in (results.models_job(task, 3), results.policy_job(task, 3, line)):
-            commands |= {*map(tuple, words)}
-    for words in commands:
+        out, policy = results.policy_job(task, 3, line)
+        assert policy[1][policy[1].index("--policy") + 1] == f"{out}/ppo.pt"
+        commands |= {(task, *words) for words in (*policy, *results.models_job(task, 3)[1])}
+    for task, *words in commands:
+        assert words[words.index("--seed") + 1] == "3"
         script, *flags = words[words[0] == "-m" :]
         script = script if script.endswith(".py") else script.replace(".", "/") + ".py"
         status, _, error = run(script, *flags)
         missing = "sft_train.jsonl" if script == "train_sft.py" else "sft.pt"
         assert status == 2 and f"{missing}: not found" in error, error
+        assert ("/sums/" in error) == (task == "sums")
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -35,36 +44,23 @@ def test_each_module_explains_itself(name):
     assert (status, error) == (0, "") and f"python -m bench.{name}" in printed
 
 
-def test_a_run_is_made_once_and_becomes_tables(tmp_path, monkeypatch):
+def test_a_policy_is_trained_and_measured_beside_the_optima(tmp_path, monkeypatch):
     models = tmp_path / "zoo" / "models" / "0"
     monkeypatch.setattr(results, "RUNS", tmp_path)
     monkeypatch.setattr(results, "ZOO", write_data(models / "data"))
+    monkeypatch.setattr(results, "BETAS", betas := (0.1, 0.2, 0.4, 1e6))
     monkeypatch.setitem(results.STAGES, "zoo", [])
-    monkeypatch.setitem(results.MEASURE, "zoo", f"{results.MEASURE['zoo']} --max_new_tokens 8")
     write_models(models)
-    rows = {"default": ("zoo", " ".join(["train_ppo.py", *PPO]))}
-    folders = results.train(rows, 1, "a")
-    (out,) = folders["default"]
-    assert [line["step"] for line in results.log(out)] == [1, 2, 3]
-    before = (out / "ppo.pt").stat().st_mtime_ns
-    assert results.train(rows, 1, "a") == folders
-    assert (out / "ppo.pt").stat().st_mtime_ns == before
-
-    sections, measured = results.seeds(folders), results.report(out)
-    policy, row = measured["policy"], sections["seeds"]["0"]
-    assert row["policy judge"] == [policy["judge"], policy["judge_se"]]
-    assert sections["systems"]["PPO"]["kl"] == [policy["kl"], None]
-    # The higher beta, the nearer is the best policy to the SFT model.
-    for name in ("score", "kl"):
-        best = [row[name][0] for row in sections["optima"].values()]
-        assert best == sorted(best, reverse=True)
-    assert best[-1] == pytest.approx(0, abs=0.05)
-    (row,) = results.rows_of(folders, {"default": "--lam 0"}).values()
-    assert row["flags"] == "--lam 0" and row["distinct"] == [policy["distinct"], None]
-    assert len(results.path_of([out, out])["judge"]) == 1
-    prompts = [sample["prompt"] for sample in measured["samples"]]
-    assert results.worst_sample(out)[0].partition(" **")[0] in prompts
-    assert tables.table(sections["systems"]).count("\n") == 1 + 3 + 3 + 1
+    row = "zoo", " ".join(["train_ppo.py", *PPO])
+    (out,) = results.train({"default": row}, 1, "a")["default"]
+    measured, best = results.report(out), [*results.optima(0).values()]
+    assert results.row_of_seed(out)["policy kl"][0] == measured["policy"]["kl"] != 0
+    assert len(results.log(out)) == 3
+    for x in ("judge", "score"):  # the best policy at a large beta is the SFT model
+        assert best[-1][x] == pytest.approx(measured["sft"][x], abs=0.1)
+    J = [row["score"] - beta * row["kl"] for beta, row in zip(betas, best)]
+    for i in range(3):  # its slope over beta is -KL
+        assert best[i]["kl"] > (J[i] - J[i + 1]) / (betas[i + 1] - betas[i]) > best[i + 1]["kl"]
 
 
 def test_a_run_of_another_commit_or_of_other_commands_is_made_again(tmp_path):
@@ -72,78 +68,106 @@ def test_a_run_of_another_commit_or_of_other_commands_is_made_again(tmp_path):
         return [["-c", f"open(r'{tmp_path}/made.txt', 'a').write('{x}')"]]
 
     for x, source in ("p", "a"), ("p", "a"), ("q", "a"), ("q", "b"), ("q", "b"):
-        assert results.run(tmp_path, commands(x), source)
+        results.run(tmp_path, commands(x), source)
     assert (tmp_path / "made.txt").read_text() == "pqq"
-    assert not results.run(tmp_path, [["-c", "1 / 0"]], "b")
-    assert not results.run(tmp_path, [["-c", "1 / 0"]], "b")
+    for _ in range(2):
+        with pytest.raises(UserError, match="log.txt says what went wrong"):
+            results.run(tmp_path, [["-c", "1 / 0"]], "b")
 
 
-def test_the_speed_beside_trl_is_a_factor():
+def test_the_time_beside_trl_is_a_factor():
     pytest.importorskip("trl")
     from bench import speed
 
-    assert 0.1 < speed.ratio((300, 32, 1, 2, 16, 8, 6, 4)) < 100
+    assert 1 < speed.ratio((300, 32, 1, 2, 16, 8, 6, 4)) < 100
 
 
-def test_a_jump_is_a_kl_above_the_median_of_the_hundred_before():
+def test_figures_by_hand(monkeypatch):
+    """Here a folder is a number, and the figures of its parts are that number plus 0, 1, 2, ..."""
+    parts = "sft", "rm", "policy", "seen", "unseen", "4", "16", "64"
+
+    def figures(x):
+        return dict.fromkeys(results.COLUMNS, x)
+
+    def report(x):
+        rows = {part: figures(x + i) for i, part in enumerate(parts)}
+        rows["unseen"]["optimality_se"] = 0.5
+        samples = [
+            {"prompt": prompt, "policy": {"text": "word " * 99, "score": s, "judge": j, "kl": 4}}
+            for prompt, s, j in (("a", 2, 3), ("b", 1, -3), ("c", 3, 2))
+        ]
+        return {**rows, "best_of_n": rows, "suspects": {"count": 9}, "samples": samples}
+
+    monkeypatch.setattr(results, "report", report)
+    monkeypatch.setattr(results, "optima", lambda x: {"0.1": {"kl": x}, "0.2": {}})
+    lines = [{"kl": i, "score": 2 * i, "judge": -i} for i in range(110)]
+    monkeypatch.setattr(results, "log", lambda x: [line | {"kl": x + line["kl"]} for line in lines])
+    assert tables.mean_and_error([1.0, 3.0]) == [2.0, 1.0]
+    # A jump is a KL above the median of the hundred before.
     assert results.jumps([9.0] + [1.0] * 100 + [1.9, 2.1, 1.0, 2.1]) == 2
     assert results.jumps([1.0, 3.0] * 50 + [3.1]) == 1
 
+    found = results.seeds({"default": [0, 2]})
+    names = "best of 4", "best of 16", "best of 64", "SFT", "PPO", "PPO, unseen prompts"
+    systems = {name: figures([x, 1]) for name, x in zip(names, (6, 7, 8, 1, 3, 5))}
+    systems["the optimum at beta = 0.1"] = {"kl": [0.5, 0.5], "optimality": 1}
+    assert found["systems"] == systems and found["optima"] == {"0.2": {}}
+    row = [[None, None], [None, None], [4, None], [4, None], [5, None], [6, 0.5], 9, 10]
+    assert [*found["seeds"]["1"].values()] == row
 
-def test_the_policy_that_was_trained_is_measured():
-    out, (_, measure) = results.policy_job("zoo", 3, "train_ppo.py --lam 0")
-    assert measure[measure.index("--policy") + 1] == f"{out}/ppo.pt"
-
-
-def test_figures_of_tables_by_hand(monkeypatch):
-    assert tables.mean_and_error([1.0, 3.0]) == [2.0, 1.0]
-    monkeypatch.setattr(results, "report", lambda x: {"policy": {"optimality": x}})
-    rows = results.rows_of({"a": [0.5, 0.75], "b": [0.25, 0.5]}, {"a": "", "b": "--k 4"})
-    assert rows["b"]["less the first row's"] == [-0.25, 0.0] and len(rows["a"]) == 2
-    lines = [{"kl": i, "score": i, "judge": i, "seconds": i} for i in range(20)]
-    monkeypatch.setattr(results, "log", lambda _: lines)
-    assert results.path_of(["a"])["kl"] == [4.5, 14.5]
-    samples = [
-        {"prompt": x, "policy": {"text": "", "score": s, "judge": j, "kl": 1}}
-        for x, s, j in (("a", 2, 3), ("b", 1, -3))
-    ]
-    parts = {x: {"kl": i} for i, x in enumerate(("sft", "rm", "policy", "seen", "unseen"))}
-    parts |= {"best_of_n": dict.fromkeys(("4", "16", "64"), {"kl": 0})}
-    parts |= {"suspects": {"count": 0}, "samples": samples}
-    monkeypatch.setattr(results, "report", lambda _: parts)
-    monkeypatch.setattr(results, "optima", lambda _: {"0.1": {"kl": 0}})
-    assert results.worst_sample("")[0].startswith("b ")
-    assert results.seeds({"default": ["x"]})["systems"]["PPO, unseen prompts"]["kl"] == [4, None]
-    assert results.sums({"PPO": ["x"]})["sums"]["PPO"]["seconds"] == [19, None]
+    found = results.settings({x: [i, i + 2] for i, x in enumerate(results.SETTINGS)})
+    for i, (name, row) in enumerate(found["settings"].items()):
+        gain = {"less the first row's": [i, 0]} if i and "pairs" not in name else {}
+        assert row == {"flags": results.SETTINGS[name], **figures([i + 3, 1]), **gain}
+    assert found["paths"].keys() == tables.load()["paths"].keys()
+    path = found["paths"]["beta = 0.1"]
+    assert [path[x][:2] for x in path] == [[5.5, 15.5], [9, 29], [-4.5, -14.5]]
+    assert found["hacked"] == {f"b **{'word ' * 17}…**": {"score": 1, "judge": -3, "kl": 4}}
+    found = results.sums({"PPO": [0, 2]})["sums"]
+    assert found == {"SFT": figures([1, 1]), "PPO": figures([3, 1])}
 
 
 def test_the_pictures_show_what_is_stored():
     pytest.importorskip("matplotlib")
     from bench import pictures
 
-    for axis in pictures.frontier(tables.load()).axes:
-        assert list(x := axis.lines[0].get_xdata()) == sorted(x)
-    for line in pictures.hacking(tables.load()).axes[0].lines:
+    stored = tables.load()
+
+    def shows(line, setting, name):
+        path = stored["paths"][setting]
+        return line.get_xydata().tolist() == [*map(list, zip(path["kl"], path[name]))]
+
+    for axis, name in zip(pictures.frontier(stored).axes, ("score", "judge")):
+        optima, best, *paths = axis.lines
+        assert list(x := optima.get_xdata()) == sorted(x) and len(x) == len(stored["optima"]) + 1
+        rows = [stored["systems"][f"best of {n}"] for n in (4, 16, 64)]
+        assert best.get_xydata().tolist() == [[row["kl"][0], row[name][0]] for row in rows]
+        assert all(shows(line, line.get_label().removeprefix("PPO, "), name) for line in paths)
+    for line in pictures.hacking(stored).axes[0].lines:
         name, setting = line.get_label().split(", ", 1)
-        assert list(line.get_ydata()) == tables.load()["paths"][setting][name]
+        assert shows(line, setting, name)
+    for line in pictures.pretrained(stored).axes[0].lines:
+        path = stored["pretrained_paths"][f"speed, {line.get_label()}"]
+        assert list(line.get_xdata()) == path["seconds"]
+        means = path["judge"][0], sum(path["judge"][:2]) / 2, sum(path["judge"][-5:]) / 5
+        assert [line.get_ydata()[i] for i in (0, 1, -1)] == pytest.approx(means)
 
 
 def test_the_tables_hold_what_is_stored():
-    stored = tables.load()
-    printed = tables.tables(stored)
+    stored, text = tables.load(), tables.TEXT.read_text(encoding="utf-8")
     made = " ".join(row["tables"] for row in stored["made"].values()).split()
     assert sorted(made) == sorted(stored.keys() - {"made"})
-    for name, lines in printed.items():
-        assert lines.count("\n") == 1 + len(stored[name])
-    mean, error = stored["systems"]["PPO"]["judge"]
-    assert f"| {mean:.3f}±{error:.3f} |" in printed["systems"]
-    text = "a\n<!-- seeds -->\n%s\n<!-- /seeds -->\nb"
-    assert tables.fill(text % "old", printed) == text % printed["seeds"]
-    text = tables.TEXT.read_text(encoding="utf-8")
-    assert tables.fill(text, printed) == text
+    assert tables.fill(text, stored) == text
     assert tables.dumps(stored) == tables.PATH.read_text(encoding="utf-8")
+    rows = {"r": {"c": 1, "d": [2.0, 0.5]}, "s": {"e": "--k 8"}}
+    lines = "|  | c | d | e |", "| --- | ---: | ---: | ---: |", "| r | 1 | 2.0±0.5 |  |"
+    lines = "\n".join((*lines, "| s |  |  | `--k 8` |"))
+    text = "a\n<!-- x -->\n{}\n<!-- /x -->\n<!-- y -->\n{}\n<!-- /y -->\nb"
+    assert tables.fill(text.format("old", "old"), {"x": rows, "y": rows}) == text.format(
+        lines, lines
+    )
     cells = {"": None, "3": 3, "0.123": 0.1234, "2.87±0.03": [2.874, 0.0321], "1.5": [1.5, None]}
-    cells |= {"217±90": [217.1, 90.4], "`--k 8`": "--k 8", "0": [0.0, 0.0]}
+    cells |= {"217±90": [217.1, 90.4], "0": [0.0, 0.0]}
     assert [tables.cell(x) for x in cells.values()] == [*cells]
 
 
@@ -152,21 +176,54 @@ def test_a_table_that_is_made_again_moves_to_its_new_commit(tmp_path, monkeypatc
         path = getattr(tables, name)
         monkeypatch.setattr(tables, name, tmp_path / path.name)
         (tmp_path / path.name).write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
-    before, made = tables.load(), {"a": {"x": {"c": 1}}, "speed": {"y": {"c": 2}}}
-    tables.keep(made, "new")
+    before = tables.load()
+    tables.keep({"a": {"x": {"c": 1}}, "speed": {"y": {"c": 2.34567}}}, "new")
     after = tables.load()
-    assert after == before | made | {"made": after["made"]}
-    assert after["made"]["new"] == {"tables": "speed a"}
-    assert [row for row in after["made"].values() if "speed" in row["tables"]] == [
-        after["made"]["new"]
-    ]
+    assert after == before | {
+        "a": {"x": {"c": 1}},
+        "speed": {"y": {"c": 2.346}},
+        "made": after["made"],
+    }
+    made = [row["tables"] for row in after["made"].values()]
+    assert after["made"]["new"]["tables"] == "a speed" and " ".join(made).count("speed") == 1
+    assert "| y | 2.35 |" in tables.TEXT.read_text(encoding="utf-8")
+
+
+def test_results_are_of_the_last_commit_that_changed_the_code(tmp_path, monkeypatch):
+    def git(*words):
+        words = ["git", "-c", "user.name=a", "-c", "user.email=b", *words]
+        return subprocess.check_output(words, cwd=tmp_path, text=True)
+
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    git("init")
+    for name in ("a.py", "tests/b.py", "bench/c.py", "d.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+        git("add", name), git("commit", "-m", name)
+    first = git("log", "--format=%h").split()[-1]
+    (tmp_path / "bench" / "c.py").write_text("changed")
+    assert re.fullmatch(rf"{first}, \S.*, \d+ cores", tables.made())
+    (tmp_path / "a.py").write_text("changed")
+    assert tables.made().startswith(f"{first}+, ")
 
 
 def test_the_experiment_with_the_critic_is_the_loop_of_minippo(monkeypatch):
-    monkeypatch.setattr(critic, "ITERATIONS", 60)
+    monkeypatch.setattr(critic, "ITERATIONS", 40)
     assert critic.objective(({"kl_coef": 1e3}, 64, 0)) < 0 < 1 < critic.objective(({}, 64, 0))
     tokens = torch.tensor([[0, 1, 4, 8, 26]])  # a b e i <eos>
     assert turns_score(tokens, torch.tensor([[True] * 4])).item() == 0.5 + 0.5 - 0.5 + 0.5
+
+
+def test_its_table_has_the_mean_over_the_seeds_of_each_batch_size(monkeypatch):
+    kept = []
+    monkeypatch.setattr(critic, "ProcessPoolExecutor", ThreadPoolExecutor)
+    monkeypatch.setattr(critic, "objective", lambda job: job[1] + job[2] + len(job[0]))
+    monkeypatch.setattr(critic, "keep", lambda sections, _: kept.append(sections))
+    monkeypatch.setattr(sys, "argv", ["critic.py"])
+    critic.main()
+    rows = kept[0]["critic"]
+    assert rows["values"]["batches of 8"] == tables.mean_and_error(range(8, 18))
+    assert rows["no values"]["batches of 64"] == tables.mean_and_error(range(65, 75))
 
 
 def test_trls_ppo_has_our_settings_and_cap_and_its_policy_is_saved(tmp_path, monkeypatch):
