@@ -1,5 +1,6 @@
 """What bench/ starts, and the figures that come of it. Run: python -m pytest tests/test_bench.py"""
 
+import json
 import re
 import subprocess
 import sys
@@ -159,34 +160,26 @@ def test_the_tables_hold_what_is_stored():
     assert sorted(made) == sorted(stored.keys() - {"made"})
     assert tables.fill(text, stored) == text
     assert tables.dumps(stored) == tables.PATH.read_text(encoding="utf-8")
-    rows = {"r": {"c": 1, "d": [2.0, 0.5]}, "s": {"e": "--k 8"}}
-    lines = "|  | c | d | e |", "| --- | ---: | ---: | ---: |", "| r | 1 | 2.0±0.5 |  |"
-    lines = "\n".join((*lines, "| s |  |  | `--k 8` |"))
-    text = "a\n<!-- x -->\n{}\n<!-- /x -->\n<!-- y -->\n{}\n<!-- /y -->\nb"
-    assert tables.fill(text.format("old", "old"), {"x": rows, "y": rows}) == text.format(
-        lines, lines
-    )
     cells = {"": None, "3": 3, "0.123": 0.1234, "2.87±0.03": [2.874, 0.0321], "1.5": [1.5, None]}
-    cells |= {"217±90": [217.1, 90.4], "0": [0.0, 0.0]}
+    cells |= {"217±90": [217.1, 90.4], "`--k 8`": "--k 8", "0": [0.0, 0.0]}
     assert [tables.cell(x) for x in cells.values()] == [*cells]
 
 
 def test_a_table_that_is_made_again_moves_to_its_new_commit(tmp_path, monkeypatch):
     for name in ("PATH", "TEXT"):
-        path = getattr(tables, name)
-        monkeypatch.setattr(tables, name, tmp_path / path.name)
-        (tmp_path / path.name).write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
-    before = tables.load()
-    tables.keep({"a": {"x": {"c": 1}}, "speed": {"y": {"c": 2.34567}}}, "new")
-    after = tables.load()
-    assert after == before | {
-        "a": {"x": {"c": 1}},
-        "speed": {"y": {"c": 2.346}},
-        "made": after["made"],
-    }
-    made = [row["tables"] for row in after["made"].values()]
-    assert after["made"]["new"]["tables"] == "a speed" and " ".join(made).count("speed") == 1
-    assert "| y | 2.35 |" in tables.TEXT.read_text(encoding="utf-8")
+        monkeypatch.setattr(tables, name, tmp_path / name)
+    x, y = {"r": {"c": 1}}, {"r": {"c": 1.23456, "d": [2.0, 0.5]}, "s": {"e": ""}}
+    tables.PATH.write_text(json.dumps({"made": {"old": {"tables": "x y"}}, "x": x, "y": x}))
+    text = "a\n<!-- x -->\n{}<!-- /x -->\n<!-- y -->\n{}<!-- /y -->\nb"
+    tables.TEXT.write_text(text.format("old", "old"))
+    tables.keep({"y": y, "z": {}}, "new")
+    y["r"]["c"], made = 1.235, {"old": {"tables": "x"}, "new": {"tables": "y z"}}
+    assert tables.load() == {"made": made, "x": x, "y": y, "z": {}}
+    tables_of = (
+        "|  | c |\n| --- | ---: |\n| r | 1 |\n",
+        "|  | c | d | e |\n| --- | ---: | ---: | ---: |\n| r | 1.24 | 2.0±0.5 |  |\n| s |  |  |  |\n",
+    )
+    assert tables.TEXT.read_text() == text.format(*tables_of)
 
 
 def test_results_are_of_the_last_commit_that_changed_the_code(tmp_path, monkeypatch):
@@ -212,16 +205,13 @@ def test_the_experiment_with_the_critic_is_the_loop_of_minippo(monkeypatch):
     assert critic.objective(({"kl_coef": 1e3}, 64, 0)) < 0 < 1 < critic.objective(({}, 64, 0))
     tokens = torch.tensor([[0, 1, 4, 8, 26]])  # a b e i <eos>
     assert turns_score(tokens, torch.tensor([[True] * 4])).item() == 0.5 + 0.5 - 0.5 + 0.5
-
-
-def test_its_table_has_the_mean_over_the_seeds_of_each_batch_size(monkeypatch):
-    kept = []
+    # Its table has the mean over the seeds for each row and each batch size.
     monkeypatch.setattr(critic, "ProcessPoolExecutor", ThreadPoolExecutor)
-    monkeypatch.setattr(critic, "objective", lambda job: job[1] + job[2] + len(job[0]))
-    monkeypatch.setattr(critic, "keep", lambda sections, _: kept.append(sections))
+    monkeypatch.setattr(critic, "objective", lambda job: sum(job[1:]) + len(job[0]))
+    monkeypatch.setattr(critic, "keep", lambda sections, _: rows.update(sections["critic"]))
     monkeypatch.setattr(sys, "argv", ["critic.py"])
+    rows = {}
     critic.main()
-    rows = kept[0]["critic"]
     assert rows["values"]["batches of 8"] == tables.mean_and_error(range(8, 18))
     assert rows["no values"]["batches of 64"] == tables.mean_and_error(range(65, 75))
 
