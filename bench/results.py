@@ -270,8 +270,8 @@ def sums(folders):
 def main():
     _, names = read_flags(__doc__, run=False, positional="TABLE")
     sections = {"seeds": seeds, "settings": settings, "neighbours": neighbours, "sums": sums}
-    if not {*names} <= {*sections}:
-        raise UserError(f"the tables are {', '.join(sections)}")
+    for name in {*names} - {*sections}:
+        raise UserError(f"{name}: should be among {', '.join(sections)}")
     source = made()
     for name in names:
         folders = train(TABLES[name], 10 if name == "seeds" else 3, source)

@@ -11,30 +11,38 @@ import torch
 
 from bench import critic, results, tables
 from cli import PPO, run, write_data, write_models
-from data.files import UserError
+from data.files import UserError, write_file, write_jsonl
 from minippo import turns_score
 from plumbing.models import load_checkpoint, save_checkpoint
+from plumbing.report import REFERENCE, Evaluator
 
 MODULES = "critic", "pictures", "pretrained", "results", "speed", "tables", "trl_ppo"
 
 
 @pytest.mark.parametrize("name", results.TABLES)
 def test_every_command_line_of_a_table_is_one_that_its_script_takes(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(results, "RUNS", tmp_path)
-    monkeypatch.setattr(results, "ZOO", tmp_path / "zoo" / "data")
-    commands = set()
-    for task, line in results.TABLES[name].values():
-        out, policy = results.policy_job(task, 3, line)
-        assert policy[1][policy[1].index("--policy") + 1] == f"{out}/ppo.pt"
-        commands |= {(task, *words) for words in (*policy, *results.models_job(task, 3)[1])}
-    for task, *words in commands:
-        assert words[words.index("--seed") + 1] == "3"
+    data, jobs = set(), {}
+    for x, stub in {
+        "RUNS": tmp_path,
+        "ZOO": tmp_path / "zoo",
+        "write_data": data.add,
+        "write_jsonl": lambda path, _: data.add(path.parent),
+        "run": lambda out, commands, _: jobs.setdefault(out, commands),
+    }.items():
+        monkeypatch.setattr(results, x, stub)
+    folders = results.train(results.TABLES[name], 2, "a")
+    assert data == {tmp_path / ("sums/data" if name == "sums" else "zoo")}
+    for row, (_, out) in folders.items():
+        assert (results.TABLES[name][row][0] == "few pairs") == ("pairs" in row)
+        assert jobs[out][1][jobs[out][1].index("--policy") + 1] == f"{out}/ppo.pt"
+    for words in {tuple(words) for out in jobs if out.name == "1" for words in jobs[out]}:
+        assert words[words.index("--seed") + 1] == "1"
         script, *flags = words[words[0] == "-m" :]
         script = script if script.endswith(".py") else script.replace(".", "/") + ".py"
         status, _, error = run(script, *flags)
         missing = "sft_train.jsonl" if script == "train_sft.py" else "sft.pt"
         assert status == 2 and f"{missing}: not found" in error, error
-        assert ("/sums/" in error) == (task == "sums")
+        assert ("/sums/" in error) == (name == "sums")
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -45,23 +53,19 @@ def test_each_module_explains_itself(name):
     assert (status, error) == (0, "") and f"python -m bench.{name}" in printed
 
 
-def test_a_policy_is_trained_and_measured_beside_the_optima(tmp_path, monkeypatch):
-    models = tmp_path / "zoo" / "models" / "0"
+def test_the_optimum_is_the_reference_times_the_exponential_of_the_score(tmp_path, monkeypatch):
+    kept, models = [], tmp_path / "zoo" / "models" / "2"
     monkeypatch.setattr(results, "RUNS", tmp_path)
     monkeypatch.setattr(results, "ZOO", write_data(models / "data"))
-    monkeypatch.setattr(results, "BETAS", betas := (0.1, 0.2, 0.4, 1e6))
-    monkeypatch.setitem(results.STAGES, "zoo", [])
+    monkeypatch.setattr(results, "Evaluator", lambda *x: kept.append(Evaluator(*x)) or kept[0])
     write_models(models)
-    row = "zoo", " ".join(["train_ppo.py", *PPO])
-    (out,) = results.train({"default": row}, 1, "a")["default"]
-    measured, best = results.report(out), [*results.optima(0).values()]
-    assert results.row_of_seed(out)["policy kl"][0] == measured["policy"]["kl"] != 0
-    assert len(results.log(out)) == 3
-    for x in ("judge", "score"):  # the best policy at a large beta is the SFT model
-        assert best[-1][x] == pytest.approx(measured["sft"][x], abs=0.1)
-    J = [row["score"] - beta * row["kl"] for beta, row in zip(betas, best)]
-    for i in range(3):  # its slope over beta is -KL
-        assert best[i]["kl"] > (J[i] - J[i + 1]) / (betas[i + 1] - betas[i]) > best[i + 1]["kl"]
+    best, reference = results.optima(2), kept[0].reference
+    for beta, row in best.items():
+        weights = (reference["score"].double() / float(beta)).exp()
+        weights /= weights.sum(1, keepdim=True)
+        by_hand = {x: (weights * reference[x]).sum(1).mean().item() for x in ("judge", "score")}
+        by_hand["kl"] = (weights * (weights * REFERENCE).log()).sum(1).mean().item()
+        assert row == pytest.approx(by_hand)
 
 
 def test_a_run_of_another_commit_or_of_other_commands_is_made_again(tmp_path):
@@ -69,7 +73,7 @@ def test_a_run_of_another_commit_or_of_other_commands_is_made_again(tmp_path):
         return [["-c", f"open(r'{tmp_path}/made.txt', 'a').write('{x}')"]]
 
     for x, source in ("p", "a"), ("p", "a"), ("q", "a"), ("q", "b"), ("q", "b"):
-        results.run(tmp_path, commands(x), source)
+        results.run(tmp_path / "new", commands(x), source)
     assert (tmp_path / "made.txt").read_text() == "pqq"
     for _ in range(2):
         with pytest.raises(UserError, match="log.txt says what went wrong"):
@@ -83,32 +87,33 @@ def test_the_time_beside_trl_is_a_factor():
     assert 1 < speed.ratio((300, 32, 1, 2, 16, 8, 6, 4)) < 100
 
 
-def test_figures_by_hand(monkeypatch):
-    """Here a folder is a number, and the figures of its parts are that number plus 0, 1, 2, ..."""
+def test_figures_by_hand(tmp_path, monkeypatch):
+    """All figures in a folder are one number, plus 0 to 7 for the part of its report."""
     parts = "sft", "rm", "policy", "seen", "unseen", "4", "16", "64"
 
     def figures(x):
         return dict.fromkeys(results.COLUMNS, x)
 
-    def report(x):
+    def folder(x):
         rows = {part: figures(x + i) for i, part in enumerate(parts)}
         rows["unseen"]["optimality_se"] = 0.5
         samples = [
             {"prompt": prompt, "policy": {"text": "word " * 99, "score": s, "judge": j, "kl": 4}}
             for prompt, s, j in (("a", 2, 3), ("b", 1, -3), ("c", 3, 2))
         ]
-        return {**rows, "best_of_n": rows, "suspects": {"count": 9}, "samples": samples}
+        report = {**rows, "best_of_n": rows, "suspects": {"count": 9}, "samples": samples}
+        log = [{"kl": x + i, "score": 2 * i, "judge": -i} for i in range(110)]
+        write_file(tmp_path / f"{x}" / "measured" / "report.json", json.dumps(report))
+        write_jsonl(tmp_path / f"{x}" / "ppo.jsonl", log)
+        return tmp_path / f"{x}"
 
-    monkeypatch.setattr(results, "report", report)
     monkeypatch.setattr(results, "optima", lambda x: {"0.1": {"kl": x}, "0.2": {}})
-    lines = [{"kl": i, "score": 2 * i, "judge": -i} for i in range(110)]
-    monkeypatch.setattr(results, "log", lambda x: [line | {"kl": x + line["kl"]} for line in lines])
     assert tables.mean_and_error([1.0, 3.0]) == [2.0, 1.0]
     # A jump is a KL above the median of the hundred before.
     assert results.jumps([9.0] + [1.0] * 100 + [1.9, 2.1, 1.0, 2.1]) == 2
     assert results.jumps([1.0, 3.0] * 50 + [3.1]) == 1
 
-    found = results.seeds({"default": [0, 2]})
+    found = results.seeds({"default": [folder(0), folder(2)]})
     names = "best of 4", "best of 16", "best of 64", "SFT", "PPO", "PPO, unseen prompts"
     systems = {name: figures([x, 1]) for name, x in zip(names, (6, 7, 8, 1, 3, 5))}
     systems["the optimum at beta = 0.1"] = {"kl": [0.5, 0.5], "optimality": 1}
@@ -116,7 +121,9 @@ def test_figures_by_hand(monkeypatch):
     row = [[None, None], [None, None], [4, None], [4, None], [5, None], [6, 0.5], 9, 10]
     assert [*found["seeds"]["1"].values()] == row
 
-    found = results.settings({x: [i, i + 2] for i, x in enumerate(results.SETTINGS)})
+    found = results.settings(
+        {x: [folder(i), folder(i + 2)] for i, x in enumerate(results.SETTINGS)}
+    )
     for i, (name, row) in enumerate(found["settings"].items()):
         gain = {"less the first row's": [i, 0]} if i and "pairs" not in name else {}
         assert row == {"flags": results.SETTINGS[name], **figures([i + 3, 1]), **gain}
@@ -124,7 +131,7 @@ def test_figures_by_hand(monkeypatch):
     path = found["paths"]["beta = 0.1"]
     assert [path[x][:2] for x in path] == [[5.5, 15.5], [9, 29], [-4.5, -14.5]]
     assert found["hacked"] == {f"b **{'word ' * 17}…**": {"score": 1, "judge": -3, "kl": 4}}
-    found = results.sums({"PPO": [0, 2]})["sums"]
+    found = results.sums({"PPO": [folder(0), folder(2)]})["sums"]
     assert found == {"SFT": figures([1, 1]), "PPO": figures([3, 1])}
 
 
