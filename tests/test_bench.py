@@ -234,10 +234,15 @@ def test_trls_ppo_has_our_settings_and_cap_and_its_policy_is_saved(tmp_path, mon
     trainers, trainer = [], ppo.PPOTrainer
     monkeypatch.setattr(ppo, "PPOTrainer", lambda *x, **y: trainers.append(x) or trainer(*x, **y))
     flags = ["--models", tmp_path, "--data", tmp_path / "data", "--out", tmp_path / "out", *PPO]
-    flags += ["--no_report", "--value_clip", 0.7]
-    assert run("bench/trl_ppo.py", *flags)[0] == 0
+    flags += "--gamma .9 --lam .8 --kl_coef .3 --vf_coef .2 --clip_eps .4 --value_clip .7".split()
+    flags += "--epochs 3 --lr 1e-3 --adam_eps 1e-6 --temperature .9 --missing_eos_penalty 2".split()
+    assert run("bench/trl_ppo.py", *flags, "--max_grad_norm", 5, "--no_report")[0] == 0
     arguments, _, _, _, scorer, *_ = trainers[0]
-    assert (arguments.cliprange, arguments.cliprange_value) == (0.2, 0.7)
+    names = "gamma lam kl_coef vf_coef cliprange cliprange_value num_ppo_epochs learning_rate "
+    names += "adam_epsilon temperature missing_eos_penalty max_grad_norm num_mini_batches "
+    names += "total_episodes response_length warmup_steps per_device_train_batch_size"
+    values = [getattr(arguments, name) for name in names.split()]
+    assert values == [0.9, 0.8, 0.3, 0.2, 0.4, 0.7, 3, 1e-3, 1e-6, 0.9, 2, 5, 2, 24, 8, 1, 8]
     assert scorer.score(99 * torch.randn(99, 16)).max() == 0.25
     start, end = (torch.load(tmp_path / x)["model"] for x in ("sft.pt", "out/ppo.pt"))
     assert not torch.equal(start["trunk.norm.bias"], end["trunk.norm.bias"])
