@@ -94,7 +94,7 @@ def table(rows):
 
 
 def fill(text, results):
-    """The text with the table of each section between its markers, if it has them."""
+    """The text with a new table between the markers of each section."""
 
     def between(markers):
         return f"{markers[1]}{table(results[markers[2]])}\n{markers[3]}"

@@ -33,7 +33,6 @@ from data.rows import KEYS, SHARE, write_rows
 
 FLAGS = ("prompt", "completion", "chosen", "rejected", "messages")
 USES = [*KEYS.values(), ("messages",), ("chosen", "rejected")]
-TURN = "\n\nAssistant:"
 
 
 class Skip(Exception):
@@ -79,7 +78,7 @@ def is_message(x):
 def cut(chat):
     """A transcript or a list of messages -> prompt and answer."""
     if isinstance(chat, str):
-        beginning, turn, answer = chat.rpartition(TURN)
+        beginning, turn, answer = chat.rpartition("\n\nAssistant:")
         if not turn or "\n\nHuman:" in answer:
             raise Skip("a transcript does not end with a turn of the assistant")
         return beginning + turn, answer.rstrip()
