@@ -16,23 +16,26 @@ from minippo import turns_score
 from plumbing.models import load_checkpoint, save_checkpoint
 from plumbing.report import REFERENCE, Evaluator
 
-MODULES = "critic", "pictures", "pretrained", "results", "speed", "tables", "trl_ppo"
-
 
 @pytest.mark.parametrize("name", results.TABLES)
 def test_every_command_line_of_a_table_is_one_that_its_script_takes(name, tmp_path, monkeypatch):
-    data, jobs = set(), {}
+    data, jobs, folders = set(), {}, {}
     for x, stub in {
         "RUNS": tmp_path,
         "ZOO": tmp_path / "zoo",
         "write_data": data.add,
         "write_jsonl": lambda path, _: data.add(path.parent),
         "run": lambda out, commands, _: jobs.setdefault(out, commands),
+        name: lambda x: x,
+        "keep": lambda x, _: folders.update(x),
     }.items():
         monkeypatch.setattr(results, x, stub)
-    folders = results.train(results.TABLES[name], 2, "a")
+    monkeypatch.setattr(sys, "argv", ["results.py", name])
+    results.main()
+    assert next(iter(jobs)).parent.name == "models"  # these come first
     assert data == {tmp_path / ("sums/data" if name == "sums" else "zoo")}
-    for row, (_, out) in folders.items():
+    for row, (_, out, *others) in folders.items():
+        assert len(others) == (8 if name == "seeds" else 1)
         assert (results.TABLES[name][row][0] == "few pairs") == ("pairs" in row)
         assert jobs[out][1][jobs[out][1].index("--policy") + 1] == f"{out}/ppo.pt"
     for words in {tuple(words) for out in jobs if out.name == "1" for words in jobs[out]}:
@@ -45,7 +48,7 @@ def test_every_command_line_of_a_table_is_one_that_its_script_takes(name, tmp_pa
         assert ("/sums/" in error) == (name == "sums")
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", ["pictures", "pretrained", "speed", "tables"])
 def test_each_module_explains_itself(name):
     if name == "pretrained":
         pytest.importorskip("transformers")
@@ -84,7 +87,7 @@ def test_the_time_beside_trl_is_a_factor():
     pytest.importorskip("trl")
     from bench import speed
 
-    assert 1 < speed.ratio((300, 32, 1, 2, 16, 8, 6, 4)) < 100
+    assert 2 < speed.ratio((300, 32, 1, 2, 16, 8, 6, 4)) < 100
 
 
 def test_figures_by_hand(tmp_path, monkeypatch):

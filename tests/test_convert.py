@@ -107,15 +107,12 @@ def test_a_file_is_replaced_on_request_alone_and_the_same_prompts_are_always_hel
     says = "99 rows kept, 2 skipped\n    2 duplicate\n    not used: b\\x1b, c\n"
     assert says in said and said.endswith("sft_val.jsonl: 14 rows written\n")
     assert {q for q, _ in rows_of(out, "sft_val")} == held_out([row["q"] for row in data], 0.2)
-    for flags, says in (
-        ("", "sft_train.jsonl: is there already; choose another --out, or --overwrite"),
-        ("--val 1", "sft_val.jsonl: is there already; choose"),
-        ("--overwrite", ""),
-    ):
-        before = rows_of(out, "sft_train", "sft_val")
-        status, _, err = convert(tmp_path, data[::-1], f"{SFT} {flags}")
-        assert status == (2 if says else 0) and says in err
-        assert (rows_of(out, "sft_train", "sft_val") == before) == bool(says)
+    before = rows_of(out, "sft_train", "sft_val")
+    for flags, name in ("", "sft_train"), ("--val 1", "sft_val"):
+        status, _, err = convert(tmp_path, data, f"{SFT} {flags}")
+        assert status == 2 and f"{name}.jsonl: is there already; choose another --out, or" in err
+        assert rows_of(out, "sft_train", "sft_val") == before
+    assert convert(tmp_path, data, f"{SFT} --overwrite")[0] == 0
     # Of the same questions in other files the same are held out, one in twenty.
     convert(tmp_path, data, PROMPTS)
     assert {x for x, *_ in rows_of(out, "sft_val", "prompts_val")} == held_out(r["q"] for r in data)
