@@ -125,6 +125,7 @@ def test_a_command_names_the_file_that_it_cannot_read_or_write(tmp_path):
         flags = ["--prompt", "q"] * (script == "convert")
         status, _, err = run(f"data/{script}.py", *files, *flags, "--out", x / "out" / "zoo")
         assert status == 2 and err.count("\n") == 1 and str([*files, x][0]) in err
+        assert f"\n    python -m data.{script} " in run(f"data/{script}.py", "-h")[1]
 
 
 def test_reviews_nearest_in_length_are_paired_and_others_wait_for_a_shorter_opening(tmp_path):
