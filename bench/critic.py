@@ -6,7 +6,6 @@ A figure is score - beta * KL of 1,024 new responses after 200 iterations. The t
 RESULTS.md.
 """
 
-import os
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
 
@@ -47,14 +46,11 @@ def objective(job):
 @script
 def main():
     read_flags(__doc__, run=False)
-    jobs = list(product(ROWS, BATCHES, SEEDS))
-    with ProcessPoolExecutor(os.cpu_count()) as pool:
-        results = pool.map(objective, [(ROWS[name], *rest) for name, *rest in jobs])
-        figures = dict(zip(jobs, results))
     rows = {name: {} for name in ROWS}
-    for name, size in product(ROWS, BATCHES):
-        numbers = [figures[name, size, seed] for seed in SEEDS]
-        rows[name][f"batches of {size}"] = mean_and_error(numbers)
+    with ProcessPoolExecutor() as pool:
+        for name, size in product(ROWS, BATCHES):
+            numbers = pool.map(objective, [(ROWS[name], size, seed) for seed in SEEDS])
+            rows[name][f"batches of {size}"] = mean_and_error([*numbers])
     keep({"critic": rows}, made())
 
 

@@ -13,8 +13,8 @@ from bench.tables import ROOT, load
 from data.files import write_file
 from plumbing.settings import read_flags, script
 
-BLUE, ORANGE, PURPLE, GREY = "#3b82f6", "#f97316", "#a855f7", "#8b949e"  # on white and on black
-GREEN = "#22c55e"
+# On white and on black
+BLUE, ORANGE, PURPLE, GREEN, GREY = "#3b82f6", "#f97316", "#a855f7", "#22c55e", "#8b949e"
 KL = "KL to the reference, nats per response"
 
 
@@ -41,12 +41,15 @@ def frontier(results):
     optima.sort(key=lambda row: row["kl"])
     best = [systems[f"best of {n}"] for n in (4, 16, 64)]
     for axis, name in zip(both, ("score", "judge")):
-        points, best_points = ([(x["kl"][0], x[name][0]) for x in rows] for rows in (optima, best))
-        axis.plot(*zip(*points), color=GREY, label="the best policy, over beta")
-        axis.plot(*zip(*best_points), "o:", color=PURPLE, label="best of 4, 16, 64")
+        for rows, line, colour, label in (
+            (optima, "-", GREY, "the best policy, over beta"),
+            (best, "o:", PURPLE, "best of 4, 16, 64"),
+        ):
+            points = [(row["kl"][0], row[name][0]) for row in rows]
+            axis.plot(*zip(*points), line, color=colour, label=label)
         for beta, colour in (("0.03", ORANGE), ("0.1", BLUE), ("0.3", GREEN)):
-            path, style = results["paths"][f"beta = {beta}"], {"color": colour, "linewidth": 1}
-            axis.plot(path["kl"], path[name], ".-", label=f"PPO, beta = {beta}", **style)
+            path, label = results["paths"][f"beta = {beta}"], f"PPO, beta = {beta}"
+            axis.plot(path["kl"], path[name], ".-", color=colour, linewidth=1, label=label)
         axis.set(xlabel=KL, title=name)
     both[0].legend(loc="lower right")
     return figure

@@ -94,6 +94,10 @@ OF_A_SEED += "seen optimality", "unseen optimality"
 # The runner: a job is a folder and the words of its processes
 
 
+def models_of(task, seed):
+    return RUNS / task / "models" / str(seed)
+
+
 def job(task, out, seed, *lines):
     data = RUNS / "sums" / "data" if task == "sums" else ZOO
     same = "--data", data, "--seed", seed, "--overwrite"
@@ -101,24 +105,24 @@ def job(task, out, seed, *lines):
 
 
 def models_job(task, seed):
-    out = RUNS / task / "models" / str(seed)
+    out = models_of(task, seed)
     return job(task, out, seed, *([*line.split(), "--out", out] for line in STAGES[task]))
 
 
 def policy_job(task, seed, line):
     """Train a policy; then measure it, by an iteration with a learning rate of 0."""
     out = RUNS / task / re.sub(r"[^\w.]+", "_", line) / str(seed)
-    models = "--models", RUNS / task / "models" / str(seed)
+    models = "--models", models_of(task, seed)
     train = *line.split(), *models, "--out", out, "--no_report"
     measure = *MEASURE[task].split(), *models, "--out", out / "measured"
     return job(task, out, seed, train, (*measure, "--policy", out / "ppo.pt"))
 
 
 def run(out, commands, source):
-    """-> has it ended well, now or before, of this commit and machine?"""
+    """Do a job, unless it has ended well before, of this commit and machine."""
     path, ended = out / "made.json", json.dumps({"made": source, "commands": commands})
     if path.exists() and path.read_text() == ended:
-        return True
+        return
     out.mkdir(parents=True, exist_ok=True)
     with open(out / "log.txt", "w") as log:
         process = {"stdout": log, "stderr": subprocess.STDOUT, "cwd": ROOT}
@@ -126,9 +130,8 @@ def run(out, commands, source):
         for words in commands:
             print(" ".join(["python", *words]), flush=True)
             if subprocess.call([sys.executable, *words], **process):
-                return False
+                raise UserError(f"{log.name} says what went wrong")
     write_file(path, ended)
-    return True
 
 
 def train(rows, seeds, source):
@@ -143,9 +146,7 @@ def train(rows, seeds, source):
     jobs = {name: [policy_job(task, x, line) for x in seeds] for name, (task, line) in rows.items()}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for wave in (models, sum(jobs.values(), [])):
-            ended = [*pool.map(lambda job: run(*job, source), wave)]
-            if failed := [str(out) for (out, _), well in zip(wave, ended) if not well]:
-                raise UserError(f"log.txt says what went wrong in {', '.join(failed)}")
+            list(pool.map(lambda job: run(*job, source), wave))
     return {name: [out for out, _ in row] for name, row in jobs.items()}
 
 
@@ -163,8 +164,8 @@ def log(out):
 @torch.no_grad()
 def optima(seed):
     """The best policy at each beta, pi* ~ ref exp(score / beta), from the report's samples."""
-    config = SimpleNamespace(**vars(PPOConfig()), policy="", reward="", device="cpu", data=ZOO)
-    config.models = RUNS / "zoo" / "models" / str(seed)
+    more = {"policy": "", "reward": "", "device": "cpu", "data": ZOO}
+    config = SimpleNamespace(**vars(PPOConfig()), **more, models=models_of("zoo", seed))
     _, ref, score, tokenizer = load_models(config)
     prompts, rows = read_prompts(ZOO, "val", tokenizer, ref.config.context), {}
     torch.manual_seed(seed)
@@ -262,7 +263,6 @@ def sums(folders):
     rows = {"SFT": over_seeds([report(out)["sft"] for out in folders["PPO"]])}
     for name, outs in folders.items():
         rows[name] = over_seeds([report(out)["policy"] for out in outs])
-        rows[name]["seconds"] = mean_and_error([log(out)[-1]["seconds"] for out in outs])
     return {"sums": rows}
 
 
@@ -270,8 +270,8 @@ def sums(folders):
 def main():
     _, names = read_flags(__doc__, run=False, positional="TABLE")
     sections = {"seeds": seeds, "settings": settings, "neighbours": neighbours, "sums": sums}
-    if wrong := set(names) - set(sections):
-        raise UserError(f"{', '.join(wrong)}: should be among {', '.join(sections)}")
+    for name in {*names} - {*sections}:
+        raise UserError(f"{name}: should be among {', '.join(sections)}")
     source = made()
     for name in names:
         folders = train(TABLES[name], 10 if name == "seeds" else 3, source)

@@ -87,10 +87,8 @@ def ratio(size):
 @script
 def main():
     read_flags(__doc__, run=False)
-    keep(
-        {"speed": {"TRL, times as long": {name: ratio(size) for name, size in SIZES.items()}}},
-        made(),
-    )
+    factors = {name: ratio(size) for name, size in SIZES.items()}
+    keep({"speed": {"TRL, times as long": factors}}, made())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """bench/results.json, and the tables of RESULTS.md that are written from it.
 
-    python -m bench.tables      writes the tables into RESULTS.md, and prints them all
+    python -m bench.tables      writes the tables into RESULTS.md
 
 results.json is {section: {name: figures}}, with four digits. A figure is a number or [mean,
 standard error]. The section "made" says which others are of which commit and machine. In RESULTS.md
@@ -53,12 +53,12 @@ def keep(sections, source):
     """Put these sections, of this commit and machine, in place of those in results.json, and the
     tables into RESULTS.md."""
     results = load()
-    rows = results["made"].items()
-    commits = {name: commit for commit, row in rows for name in row["tables"].split()}
-    made = {}
-    for name, commit in (commits | dict.fromkeys(sections, source)).items():
-        made.setdefault(commit, []).append(name)
-    made = {commit: {"tables": " ".join(names)} for commit, names in made.items()}
+    made = {
+        commit: [name for name in row["tables"].split() if name not in sections]
+        for commit, row in results["made"].items()
+    }
+    made.setdefault(source, []).extend(sections)
+    made = {commit: {"tables": " ".join(names)} for commit, names in made.items() if names}
     write_file(PATH, dumps(results | sections | {"made": made}))
     write_tables()
 
@@ -93,24 +93,17 @@ def table(rows):
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def tables(results):
-    """results.json -> {section: its table}, but for paths, which the pictures show."""
-    return {name: table(rows) for name, rows in results.items() if "paths" not in name}
+def fill(text, results):
+    """The text with a new table between the markers of each section."""
 
+    def between(markers):
+        return f"{markers[1]}{table(results[markers[2]])}\n{markers[3]}"
 
-def fill(text, tables):
-    """The text with each table between its markers, if it has them."""
-    for name, lines in tables.items():
-        marked = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
-        text = re.sub(marked, lambda x, y=lines: f"{x[1]}{y}\n{x[2]}", text, flags=re.DOTALL)
-    return text
+    return re.sub(r"(<!-- (\w+) -->\n).*?(<!-- /\2 -->)", between, text, flags=re.DOTALL)
 
 
 def write_tables():
-    new = tables(load())
-    write_file(TEXT, fill(TEXT.read_text(encoding="utf-8"), new))
-    for name, lines in new.items():
-        print(f"{name}\n\n{lines}\n")
+    write_file(TEXT, fill(TEXT.read_text(encoding="utf-8"), load()))
 
 
 @script

@@ -18,8 +18,6 @@ KEYS = {
     "pref": ("prompt", "chosen", "rejected"),
     "prompts": ("prompt",),
 }
-# Keys of well-known formats without which a row may mean something else
-TELLING = {"input": "put it into the prompt first", "label": "keep the good rows"}
 SUBSTITUTES = {"sft": ["pref"], "pref": [], "prompts": ["pref", "sft"]}
 SHARE = 0.05  # of the prompts are held out
 
@@ -43,18 +41,16 @@ def held_out(prompts, share=SHARE):
 
 def load_rows(path, task):
     """A file of "sft", "pref" or "prompts" -> a tuple of strings per row. Other keys are ignored.
-    UserError says in which line a key is missing or its value no string."""
+    UserError names a line in which a key is missing or its value no string."""
     keys, rows = KEYS[task], []
-    wanted = f"expected one JSON object per line with {', '.join(keys)}"
+    wanted = f"expected one JSON object per line with {', '.join(keys)} as strings"
     for number, row in read_jsonl(path).items():
         where = f"{path}, line {number}"
-        if not isinstance(row, dict):
-            raise UserError(f"{where}: found {type(row).__name__}; {wanted}")
         for key in keys:
-            if not isinstance(row.get(key), str):
-                value = f"{key!r} is {json.dumps(row[key])[:40]}" if key in row else f"no {key!r}"
+            value = row.get(key) if isinstance(row, dict) else None
+            if not isinstance(value, str):
                 hint = "python -m data.convert makes such files"
-                raise UserError(f"{where}: {value}; {wanted} as strings; {hint}")
+                raise UserError(f"{where}: {key!r} is {json.dumps(value)[:40]}; {wanted}; {hint}")
         if row.get("label") in (False, 0):
             raise UserError(f'{where}: "label" is false: leave out bad examples, or the key')
         rows.append(tuple(row[key] for key in keys))
@@ -94,21 +90,15 @@ def substitute(folder, task, split, missing):
 
 def write_rows(folder, task, rows, overwrite, share=SHARE):
     """Write rows (tuples of strings) into the train and the val file of a task, and say how many.
-    UserError if one that gets rows is there, unless overwrite. Warn if the other one has prompts of
-    these."""
+    UserError if one that gets rows is there, unless overwrite."""
     aside, keys = held_out((row[0] for row in rows), share), KEYS[task]
     parts = {"train": [], "val": []}
     for row in rows:
         parts["val" if row[0] in aside else "train"].append(dict(zip(keys, row)))
-    paths = {folder / f"{task}_{split}.jsonl": part for split, part in parts.items()}
-    for path, part in paths.items():
-        if part and path.exists() and not overwrite:
+    paths = {folder / f"{task}_{split}.jsonl": part for split, part in parts.items() if part}
+    for path in paths:
+        if path.exists() and not overwrite:
             raise UserError(f"{path}: is there already; choose another --out, or --overwrite")
     for path, part in paths.items():
-        if part:
-            write_jsonl(path, part)
-            print(f"{path}: {len(part):,} rows written")
-        elif path.exists():
-            both = {row[0] for row in load_rows(path, task)} & {row[0] for row in rows}
-            if both:
-                print(f"warning: {len(both):,} of these prompts are in {path} too")
+        write_jsonl(path, part)
+        print(f"{path}: {len(part):,} rows written")

@@ -73,7 +73,7 @@ def main():
     )
     parser.add_argument("good", help="rt-polarity.pos")
     parser.add_argument("bad", help="rt-polarity.neg")
-    parser.add_argument("--out", type=Path, default="data/rt", help="folder (default: %(default)s)")
+    parser.add_argument("--out", type=Path, required=True, help="folder")
     parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
     args = parser.parse_args()
     try:

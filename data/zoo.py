@@ -398,7 +398,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", default="data/zoo", help="new folder (default: %(default)s)")
+    parser.add_argument("--out", required=True, help="new folder")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     args = parser.parse_args()
     try:

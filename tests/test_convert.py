@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from cli import run, shell
+from cli import run
 from data.rows import held_out, load_rows
 from data.rt_polarity import make_rows
 
@@ -16,7 +16,7 @@ def convert(folder, text, flags):
     """-> status, stdout, stderr of the command for a file of this text, or of these objects."""
     if not isinstance(text, str):
         text = "".join(json.dumps(row) + "\n" for row in text)
-    path = folder / ("x.CSV" if "q,a" in text[:4] else "x.tsv" if "q\ta" in text[:4] else "x")
+    path = folder / ("x.CSV" if "q,a" in text[:4] else "x")
     path.write_bytes(text.encode())
     return run("data/convert.py", path, "--out", folder / "out", *flags.split())
 
@@ -36,80 +36,57 @@ def talk(*texts):
 
 LINES = '\ufeff{"x": 1, "a": "2", "q": "é"}\r\n\n \t\n{"q": "\\ud83d", "a": "\u2028c"}'
 TABLE = '\ufeffq,a,x\r\n"é, ""1""\n2",3,\r\n\r\n"4\n",\u20285,6'
-ALPACA = [{"q": "1", "input": "", "a": "2"}, {"q": "3", "input": "4", "a": "5"}]
+ARRAY = '\n [{"q": "1", "input": "", "a": "2"},\n{"q": "3", "a": " 4"}]'
+STEER = [{"q": "1", "a": "2", "k\x1b": 1}, {"q": "\x1b", "\ud83d": 7}]
 SYSTEM = [{"role": "system", "content": " Be kind.\n"}]
 LONG = "System: Be kind.\nUser: 1\nAssistant: 2\nUser: 3\nAssistant:"
-CHATS, HH = {"a": chat("1", "2"), "b": chat("1", "3")}, {"a": talk("1", "2"), "b": talk("1", "3")}
-TRL = {"q": chat("1"), "a": chat("", "2")[1:], "b": chat("", "3")[1:]}
-ULTRAFEEDBACK = {"q": "1\n", "a": chat("1", "2"), "b": "\n3"}
-Q = "User: 1\nAssistant:"
-BAD_PAIRS = [dict(zip("qab", texts)) for texts in (" 12", "1\n2", ("1", "2", " 2\n"))]
-WHOLE = [
-    {"q": "1", "a": chat("1", "2", "3", "4"), "b": "5"},
-    {"q": chat("1", "2"), "a": "2", "b": "3"},
-    {"q": talk("1", "2"), "a": "2", "b": "3"},
-]
-BAD_CHATS = [{"m": x} for x in ([], chat("1", "2", "3"), "Human: 1", talk("1", "2", "3"))]
-DEEP = '{"q": "1", "a": ' + "[" * 99_999
-STEER = [{"q": "1", "a": "2", "k\x1b": 1}, {"q": "\x1b", "\ud83d": 7}]
+USER, HUMAN = "User: 1\nAssistant:", "\n\nHuman: 1\n\nAssistant:"
+CHATS, HH = ({"a": f("1", "2"), "b": f("1", "3")} for f in (chat, talk))
+
+
+def rows(keys, *values):
+    """rows("qa", "12", "34") -> [{"q": "1", "a": "2"}, {"q": "3", "a": "4"}]"""
+    return [dict(zip(keys, x)) for x in values]
+
+
+EMPTY = rows("qab", "\n23", "1 2", ("1", "2", " 2\n"))
+NO_CHATS = rows("m", [[]], [chat("", "2")[1:]], [chat("1", "2", "3")], [""], [talk("1", "2", "3")])
+NO_MESSAGES = rows(
+    "m", *([[x, *chat("", "2")]] for x in (1, {"role": ""}, {"role": 1, "content": ""}))
+)
 
 
 @pytest.mark.parametrize(
     "flags, text, expected",
     [
         (SFT, LINES, [("é", " 2"), ("\ud83d", "\u2028c")]),
-        (SFT, '\n [{"q": "1", "a": "2"},\n{"q": "3", "a": " 4"}]', [("1", " 2"), ("3", " 4")]),
+        (SFT, ARRAY, [("1", " 2"), ("3", " 4")]),
         (SFT, TABLE, [('é, "1"\n2', " 3"), ("4\n", "\u20285")]),
-        (PROMPTS, [{"q": "1"}, {"q": chat("1")}], [("1",), (Q,)]),
-        (SFT, "q\ta\n1,2\t3", [("1,2", " 3")]),
-        (SFT, f"q,a\n1,{'2' * 200_000}", [("1", " " + "2" * 200_000)]),
-        (PROMPTS, [{"q": talk("1", "")[:-1]}], [(talk("1", "")[:-1],)]),
-        (SFT, ALPACA[:1], [("1", " 2")]),
-        (CHAT, [{"m": SYSTEM + chat(" 1", "2", "3\n", "\n4 ")}], [(LONG, "\n4 ")]),
-        (CHAT, [{"m": talk("1", "2", "3", "4 \n")}], [(talk("1", "2", "3", "")[:-1], " 4")]),
-        (PAIR, [CHATS, HH], [(Q, " 2", " 3"), (talk("1", "")[:-1], " 2", " 3")]),
-        (PREF, [TRL, ULTRAFEEDBACK], [(Q, " 2", " 3"), ("1\n", "2", "\n3")]),
-        (SFT, [{"q": "1", "a": "2"}, {"q": None, "a": "2"}], [("1", " 2")]),
-        (SFT, [{"q": "1", "a": x} for x in "23"], [("1", " 2"), ("1", " 3")]),
-        (CHAT, [{"m": talk("1", "")[:-1] + "\n2 "}], [(talk("1", "")[:-1], "\n2")]),
-        (PREF, [{"q": "1", "a": SYSTEM + chat("1", "2"), "b": "3"}], "1 a whole chat stands where"),
+        (SFT, rows("qa", "12", "13", "12"), [("1", " 2"), ("1", " 3")]),
+        (PREF, rows("qab", ("1\n", "2", "\n3"), ("1", None, "3")), [("1\n", "2", "\n3")]),
+        (PROMPTS, rows("q", "1", [HUMAN]), [("1",), (HUMAN,)]),
+        (CHAT, rows("m", [SYSTEM + chat(" 1", "2", "3\n", "\n4 ")]), [(LONG, "\n4 ")]),
+        (CHAT, rows("m", [talk("0", "1") + HUMAN + "2 \n"]), [(talk("0", "1") + HUMAN, " 2")]),
+        (PAIR, [CHATS, HH], [(USER, " 2", " 3"), (HUMAN, " 2", " 3")]),
         # Rows that teach nothing are skipped; without any other, that is a fault.
-        (
-            PREF,
-            WHOLE,
-            "3 a whole chat stands where a prompt or an answer should: leave out --prompt",
-        ),
-        (PREF, BAD_PAIRS, "2 empty prompt or answer: line 1, ...\n    1 equal answers: line 3"),
-        (CHAT, BAD_CHATS[:2], "2 the last message is not by the assistant: line 1, ..."),
-        (CHAT, BAD_CHATS[2:], "2 a transcript does not end with a turn of the assistant: line 1"),
-        (PAIR, [{"a": talk("1", "2"), "b": talk("3", "4")}], "chats differ before the last reply"),
+        (PREF, EMPTY, "0 rows kept, 3 skipped\n    2 empty prompt or answer\n    1 equal answers"),
+        (CHAT, NO_CHATS, "3 a chat does not end with an answer\n    2 a transcript does not end"),
+        (CHAT, NO_MESSAGES, "3 a message is no object with role and content\nconvert.py"),
+        (PAIR, [HH | {"b": talk("2", "3")}], "1 the chats differ before the answer\nconvert.py"),
+        (SFT, "q,a\n", "x.CSV: no row is left to write"),
         # Any other fault
-        (SFT, '{"q": "1", "a": "2"}\n{"q"', "x, line 2: not JSON ("),
-        (SFT, DEEP, "x, line 1: not JSON ("),
-        (SFT, "[" + DEEP, "x: cannot be read ("),
-        (SFT, "q,a\n", "no row is left to write"),
         (SFT, STEER, 'x, line 2: no \'a\' in {"q": "\\u001b"'),
-        (SFT, '\n{"q": "1"}', 'x, line 2: no \'a\' in {"q": "1"}'),
         (SFT, "7", "x, line 1: no 'q' in 7"),
-        (PROMPTS, '[{"q": "1"},\n{"q": 7}]', "x, row 2: 'q' should be text or"),
-        (PROMPTS, '[{"q": "1"}', "x: cannot be read ("),
-        (CHAT, [{"m": ["hi"]}], 'x, line 1: "hi" is no message'),
-        (CHAT, [{"m": [{"role": "user"}]}], '{"role": "user"} is no message with role and content'),
-        (
-            SFT,
-            "q,a,q\n1,2,3",
-            "x.CSV: cannot be read (the first line should name the columns, each once)",
-        ),
-        (SFT, "q,a\n1,2\n\n3,4,5", "row 2 has 3 values for 2 columns"),
+        (PREF, [CHATS | {"q": "1"}], 'x, line 1: \'a\' is [{"role": "user", '),
+        (PAIR, '[{"a": "", "b": 7}]', "x, row 1: 'b' is 7 and should be text; for a chat"),
+        (SFT, "[" * 99_999, "x: cannot be read ("),
+        (SFT, "q,a\n1,2\n\n3,4,5", "x.CSV: cannot be read (row 2 has more or fewer values"),
+        (SFT, "q,a\n1", "cannot be read (row 1 has more or fewer values"),
         (SFT, 'q,a\n1,"2\n', "cannot be read (unexpected end of data)"),
-        (
-            SFT,
-            ALPACA,
-            "'input' may change what a row means; put it into the prompt first, and write a file",
-        ),
-        (SFT, [{"q": "1", "a": "b", "label": True}], "keep the good rows, and write a file"),
+        (SFT, [*STEER[:1], {"q": "1", "a": "2", "input": "3"}], "'input' may change what a row"),
+        (SFT, [{"q": "1", "a": "2", "label": False}], "'label' may change what a row means; put"),
         (SFT + " --messages m", "{}", "-h shows which flags go together"),
-        *((f"{PROMPTS} --val {x}", "{}", "--val is between 0 and 1") for x in (-0.1, 1.1, "nan")),
+        *((f"{PROMPTS} --val {x}", "{}", "--val is between 0 and 1") for x in (-0.1, 1.1)),
     ],
 )
 def test_rows_of_all_shapes_are_converted_or_nothing_is_written(tmp_path, flags, text, expected):
@@ -123,53 +100,46 @@ def test_rows_of_all_shapes_are_converted_or_nothing_is_written(tmp_path, flags,
         assert rows_of(tmp_path / "out", path.stem) == expected
 
 
-def test_a_file_is_replaced_on_request_alone_and_no_old_one_stays_beside_new_rows(tmp_path):
-    rows, out = [{"q": f"{i}", "a": "x"} for i in range(99)], tmp_path / "out"
-    more = {"q": "1", "a": " x", "c": 0, "b": [], "empty": "", "none": None}
-    said = convert(tmp_path, [*rows, more, more], SFT + " --val 0.2")[1]
-    assert "99 rows kept, 2 skipped\n    2 duplicate: line 100, ...\n    not used: b, c\n" in said
-    assert said.endswith("sft_val.jsonl: 14 rows written\n")
-    assert {q for q, _ in rows_of(out, "sft_val")} == held_out([row["q"] for row in rows], 0.2)
-    for flags, says in (
-        ("", "sft_train.jsonl: is there already; choose another --out, or --overwrite"),
-        ("--val 1", "sft_val.jsonl: is there already; choose"),
-        ("--overwrite", ""),
-    ):
-        before = rows_of(out, "sft_train", "sft_val")
-        status, _, err = convert(tmp_path, rows[::-1], f"{SFT} {flags}")
-        assert status == (2 if says else 0) and says in err
-        assert (rows_of(out, "sft_train", "sft_val") == before) == bool(says)
+def test_a_file_is_replaced_on_request_alone_and_the_same_prompts_are_always_held_out(tmp_path):
+    data, out = [{"q": f"{i}", "a": "x"} for i in range(99)], tmp_path / "out"
+    more = {"q": "1", "a": " x", "c": 0, "b\x1b": [], "empty": "", "none": None}
+    said = convert(tmp_path, [*data, more, more], SFT + " --val 0.2")[1]
+    says = "99 rows kept, 2 skipped\n    2 duplicate\n    not used: b\\x1b, c\n"
+    assert says in said and said.endswith("sft_val.jsonl: 14 rows written\n")
+    assert {q for q, _ in rows_of(out, "sft_val")} == held_out([row["q"] for row in data], 0.2)
+    before = rows_of(out, "sft_train", "sft_val")
+    for flags, name in ("", "sft_train"), ("--val 1", "sft_val"):
+        status, _, err = convert(tmp_path, data, f"{SFT} {flags}")
+        assert status == 2 and f"{name}.jsonl: is there already; choose another --out, or" in err
+        assert rows_of(out, "sft_train", "sft_val") == before
+    assert convert(tmp_path, data, f"{SFT} --overwrite")[0] == 0
     # Of the same questions in other files the same are held out, one in twenty.
-    convert(tmp_path, rows, PROMPTS)
-    aside = held_out(row["q"] for row in rows)
-    assert {q for q, *_ in rows_of(out, "sft_val", "prompts_val")} == aside
-    (out / "prompts_val.jsonl").unlink()  # from another file of the publisher
-    status, said, _ = convert(tmp_path, [*rows, {"q": "new"}], PROMPTS + " --val 1")
-    assert rows_of(out, "prompts_val") == [*((row["q"],) for row in rows), ("new",)]
-    both = 99 - len(aside)
-    assert status == 0 and f"warning: {both} of these prompts are in {out}/prompts_train" in said
+    convert(tmp_path, data, PROMPTS)
+    assert {x for x, *_ in rows_of(out, "sft_val", "prompts_val")} == held_out(r["q"] for r in data)
 
 
 def test_a_command_names_the_file_that_it_cannot_read_or_write(tmp_path):
-    for module, default in (("convert", 0.05), ("rt_polarity", "data/rt"), ("zoo", "data/zoo")):
-        said = shell("-m", f"data.{module}", "-h").stdout
-        assert f"default: {default}" in said and f"\n    python -m data.{module} " in said
     no, x = tmp_path / "no", tmp_path / "x"
     x.write_text('{"q": "a"}')
     for script, *files in ["convert", no], ["convert", x], ["rt_polarity", no, x], ["zoo"]:
         flags = ["--prompt", "q"] * (script == "convert")
         status, _, err = run(f"data/{script}.py", *files, *flags, "--out", x / "out" / "zoo")
         assert status == 2 and err.count("\n") == 1 and str([*files, x][0]) in err
+        assert f"\n    python -m data.{script} " in run(f"data/{script}.py", "-h")[1]
 
 
 def test_reviews_nearest_in_length_are_paired_and_others_wait_for_a_shorter_opening(tmp_path):
     good = "é b c d 1 1 1 1\né b c d 3\né b x 1\n\ne f\nz w 1 1\nz w 3\n"
     bad = "é b c d 2 2 2\né b c d 4\né b c d 5 5 5 5\né b y 2 2\ne f\nz w 2"
     rows, o = make_rows(good, bad), "é b c d"
-    assert rows["pref"][:2] == [(o, " 3", " 4"), (o, " 1 1 1 1", " 2 2 2")]
-    assert rows["pref"][2:4] == [("é b", " x 1", " y 2 2"), ("z w", " 3", " 2")]
-    assert rows["pref"][4:] == [("e", " f", " f")] and rows["prompts"] == [(o,)]
-    assert rows["sft"] == [(o, " 1 1 1 1"), (o, " 5 5 5 5")]
+    assert rows["pref"] == [
+        (o, " 3", " 4"),
+        (o, " 1 1 1 1", " 2 2 2"),
+        ("é b", " x 1", " y 2 2"),
+        ("z w", " 3", " 2"),
+        ("e", " f", " f"),
+    ]
+    assert rows["sft"] == [(o, " 1 1 1 1"), (o, " 5 5 5 5")] and rows["prompts"] == [(o,)]
     (tmp_path / "pos").write_text(good, encoding="latin-1")
     (tmp_path / "neg").write_text(bad, encoding="utf-8")
     flags = [tmp_path / "pos", tmp_path / "neg", "--out", tmp_path / "out"]

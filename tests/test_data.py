@@ -1,7 +1,6 @@
 """The default data set, its judge, and what is known of its truth: data/zoo.py, data/truth.py."""
 
 import hashlib
-import json
 import math
 import random
 import re
@@ -12,8 +11,9 @@ import pytest
 
 from cli import ROOT, run, write_rows
 from data import truth, zoo
-from data.files import UserError
-from data.zoo import BEST, FACTS, PROMPTS, WORST, crowd, judge, questions, statements
+from data.files import UserError, write_jsonl
+from data.rows import load_rows
+from data.zoo import BEST, FACTS, PROMPTS, WORST, crowd, judge, statements
 
 BEE = "What does a bee eat?"
 README = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
@@ -21,28 +21,21 @@ README = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """{name of the file: bytes} that the command writes, and what it prints."""
+    """The folder that the command writes, and what it prints."""
     folder = tmp_path_factory.mktemp("data") / "new" / "zoo"
     status, out, err = run("data/zoo.py", "--out", folder)
     assert (status, err) == (0, "") and list(folder.parent.iterdir()) == [folder]
-    return {path.stem: path.read_bytes() for path in folder.iterdir()}, out
-
-
-@pytest.fixture(scope="module")
-def rows(made):
-    """{name of the file: tuples}"""
-    lines = {name: data.decode().split("\n")[:-1] for name, data in made[0].items()}
-    return {name: [tuple(json.loads(x).values()) for x in lines[name]] for name in lines}
-
-
-# The files
+    return folder, out
 
 
 def test_the_rows_of_seed_0_are_those_of_all_results(made):
-    # On every machine, with any hash seed. If you change the data, change data/README.md as well.
-    data, printed = made
-    digest = hashlib.sha256(b"".join(data[name] for name in sorted(data))).hexdigest()
-    assert digest == "24640141ef98c6546d43cef74c7794823875e4ba84f4bcba32777f38d1682589"
+    # If you change the data, change data/README.md as well.
+    folder, printed = made
+    data = b"".join(path.read_bytes() for path in sorted(folder.iterdir()))
+    assert (
+        hashlib.sha256(data).hexdigest()
+        == "24640141ef98c6546d43cef74c7794823875e4ba84f4bcba32777f38d1682589"
+    )
     assert "".join(f"    {line}\n" for line in printed.splitlines()) in README
 
 
@@ -50,40 +43,27 @@ def test_a_new_folder_gets_its_name_when_all_files_are_whole(tmp_path, monkeypat
     monkeypatch.setattr(zoo, "ROWS", dict.fromkeys(zoo.ROWS, 50))
     monkeypatch.setattr(sys, "argv", ["zoo.py", "--out", f"{tmp_path}/a", "--seed", "7"])
     zoo.main()
-    lines = (tmp_path / "a" / "pref_val.jsonl").read_text().splitlines()
-    assert list(map(json.loads, lines)) == zoo.make_rows(7)["pref_val"]
-
-    def interrupt(path, rows):
-        written.append(path.name)
-        if len(written) == 6:
-            raise KeyboardInterrupt
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("")
-
+    rows = [tuple(row.values()) for row in zoo.make_rows(7)["pref_val"]]
+    assert load_rows(tmp_path / "a" / "pref_val.jsonl", "pref") == rows
     with pytest.raises(UserError, match="a: is there already; choose another --out"):
         zoo.write_data(tmp_path / "a")
-    written = []
+
+    def interrupt(path, rows):
+        if path.name == "prompts_val.jsonl":  # the last one
+            raise KeyboardInterrupt
+        write_jsonl(path, rows)
+
     monkeypatch.setattr(zoo, "write_jsonl", interrupt)
     with pytest.raises(KeyboardInterrupt):
         zoo.write_data(tmp_path / "b")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-# The crowd
-
-
-@pytest.mark.parametrize("share", [0.04, 0.15])
-def test_a_distribution_sums_to_one_and_every_completion_begins_with_one_space(share):
-    for fact in FACTS[::3]:
-        first, *others = [crowd(prompt, share) for prompt in questions(*fact)]
-        assert min(first.values()) > 0 and math.isclose(math.fsum(first.values()), 1)
-        assert all(re.fullmatch(r"( \S+)*", x) for x in first)
-        for other in others:  # the phrasing changes three echoes and no probability
-            assert len(other.items() - first.items()) == 3
-            assert sorted(other.values()) == sorted(first.values())
-
-
-# The judge
+def test_a_distribution_sums_to_one_and_every_completion_begins_with_one_space():
+    for i, prompt in enumerate(list(PROMPTS)[::17]):
+        dist = crowd(prompt, (0.04, 0.15)[i % 2])
+        assert min(dist.values()) > 0 and math.isclose(math.fsum(dist.values()), 1)
+        assert all(re.fullmatch(r"( \S+)*", text) for text in dist)
 
 
 def grade(groups):
@@ -121,24 +101,16 @@ def test_the_judge_grades_the_examples_of_the_readme_and_takes_any_text():
     assert len(examples) == 5
     for score, prompt, answer in examples:
         assert judge(prompt, f" {answer}") == float(score)
-    odd = [
-        "A bee eats nectar.Enjoy your visit!",
-        "A bee eats nect\u0430r.",
-        "A bee\u00a0eats nectar.",
-    ]
-    for text in (*odd, "", "\U0001f41d\ud800\x00", "a" * 10**6, " A bee eats nectar." * 50_000):
-        assert judge(BEE, f" {text}") == WORST
-    assert judge(BEE, "") == WORST
+    odd = "", " ", " A bee\u00a0eats nectar.", "\ud800\x00", " Bees eat nectar." * 50_000
+    assert {judge(BEE, text) for text in odd} == {WORST}
 
 
-# The truth
-
-
-def test_the_limits_of_the_readme_are_what_crowd_and_judge_reach(rows):
-    dists = [(prompt, crowd(prompt)) for prompt in list(PROMPTS)[::5]]  # the other phrasings' too
+def test_the_limits_of_the_readme_are_what_crowd_and_judge_reach(made):
+    sft, pref = (load_rows(made[0] / f"{task}_val.jsonl", task) for task in ("sft", "pref"))
+    dists = [(prompt, crowd(prompt)) for prompt in list(PROMPTS)[::5]]
     entropy = -sum(p * math.log(p) for _, dist in dists for p in dist.values()) / 100
     graded = [(judge(prompt, text), p / 100) for prompt, dist in dists for text, p in dist.items()]
-    gaps = truth.margins(rows["pref_val"])
+    gaps = truth.margins(pref)
     right = sum(gap > 0 for gap in gaps) / 8000
     loss = sum(math.log1p(math.exp(-gap)) for gap in gaps) / 8000
     says = [f"{entropy:.3f} nats", f"{100 * right:.1f} %", f"a loss of {loss:.3f}"]
@@ -146,10 +118,10 @@ def test_the_limits_of_the_readme_are_what_crowd_and_judge_reach(rows):
     says += [f"{100 * sum(p for score, p in graded if score == BEST):.1f} % of them get 3"]
     assert all(text in " ".join(README.split()) for text in says), says
     # What is drawn has this entropy: the demonstrations come from no other distribution.
-    surprise = truth.entropies(rows["sft_val"])
+    surprise = truth.entropies(sft)
     error = math.sqrt(sum((x - entropy) ** 2 for x in surprise)) / 4000
     assert abs(sum(surprise) / 4000 - entropy) < 3 * error < 0.1
-    assert surprise[:9] == [-math.log(crowd(x)[y]) for x, y in rows["sft_val"][:9]]
+    assert surprise[:9] == [-math.log(crowd(x)[y]) for x, y in sft[:9]]
 
 
 def test_nothing_is_known_of_other_rows(tmp_path):

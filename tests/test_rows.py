@@ -39,21 +39,20 @@ def test_lines_are_read_as_they_are_and_a_fault_is_named_with_its_line(tmp_path)
     assert path.read_bytes() == '{"a": "é\u2028\x85 \\n"}\n{"a": "\\ud83d"}\n{}\n'.encode()
     path.write_bytes(b"\xef\xbb\xbf\r\n \n" + path.read_bytes().replace(b"\n", b"\r\n"))
     assert files.read_jsonl(path) == dict(zip((3, 4, 5), rows))
-    wanted = "expected one JSON object per line with prompt"
     for data, says in (
         (b"{}\n\xc3\xa9\n\xff\n", r"x, line 3: not UTF-8 \(.*\); save"),
         (b"{}\n{", r"x, line 2: not JSON \("),
         (b"[" * 100_000, r"x, line 1: not JSON \("),
-        (b"\n[1]", f"x, line 2: found list; {wanted}"),
-        (b'{"prompt": "a"}', f"x, line 1: no 'completion'; {wanted}"),
-        (b'{"completion": "", "prompt": 7}', "'prompt' is 7; .*, completion as strings"),
+        (b"\n[1]", "x, line 2: 'prompt' is null; expected one JSON object per line with prompt"),
+        (b'{"prompt": "a"}', "x, line 1: 'completion' is null; expected"),
+        (b'{"completion": "", "prompt": 7}', "x, line 1: 'prompt' is 7; expected"),
         (b'{"completion": "", "prompt": "", "label": 0}', "x, line 1: .label. is false"),
-        (b"\n", f"x: no rows; {wanted}"),
+        (b"\n", "x: no rows; expected"),
     ):
         path.write_bytes(data)
         with pytest.raises(UserError, match=says):
             load_rows(path, "sft")
-    path.write_text('{"completion": "b", "prompt": "a"}\n')
+    path.write_text('{"completion": "b", "x": 1, "prompt": "a"}\n')
     assert load_rows(path, "sft") == [("a", "b")]
     path.write_text('{"step": 1}\n{"step": 2}\n{"st')  # the last line of a log, half written
     assert files.read_log(path) == [{"step": 1}, {"step": 2}]
@@ -69,27 +68,25 @@ def test_a_hash_holds_out_one_prompt_in_twenty_and_one_at_least():
     assert held_out(numbers, 0) == held_out("aa", 0.5) == held_out([], 0.5) == set()
 
 
-def test_without_a_val_file_some_prompts_are_held_out_with_all_their_rows(tmp_path, capsys):
-    def read(task):
+def test_without_a_file_other_rows_serve_and_some_prompts_are_held_out(tmp_path, capsys):
+    def read(task, **written):
+        write_rows(tmp_path, **written)
         return [read_rows(tmp_path, task, split) for split in ("train", "val")]
 
     sft = [("9", "1"), ("39", "2"), ("39", "3"), ("9", "4")]
     pref = [("5", "a", "b"), ("39", "c", "d"), ("5", "a", "f")]
-    write_rows(tmp_path, sft_train=sft)
-    assert read("sft") == [[sft[0], sft[3]], sft[1:3]]
+    assert read("sft", sft_train=sft) == [[sft[0], sft[3]], sft[1:3]]
     says = f"read {tmp_path}/sft_train.jsonl: 2 rows for val; there is no sft_val.jsonl, so"
     assert says in capsys.readouterr().out
     # Demonstrations serve for prompts; pairs serve for all, and come first.
     assert read("prompts") == [[("9",)], [("39",)]]
     with pytest.raises(UserError, match="pref_train.jsonl: not found; --data names the folder"):
         read("pref")
-    write_rows(tmp_path, pref_train=pref)
-    assert read("prompts") == [[("5",)], [("39",)]]
+    assert read("prompts", pref_train=pref) == [[("5",)], [("39",)]]
     assert "no prompts_train.jsonl: pref_train.jsonl serves" in capsys.readouterr().out
     (tmp_path / "sft_train.jsonl").unlink()
     assert read("sft") == [[("5", "a"), ("5", "a")], [("39", "c")]]
-    write_rows(tmp_path, pref_val=pref[:1], prompts_train=[("5",)])
-    assert read("pref") == [pref, pref[:1]]
+    assert read("pref", pref_val=pref[:1]) == [pref, pref[:1]]
     assert capsys.readouterr().out.endswith("pref_val.jsonl: 1 rows\n")
     with pytest.raises(UserError, match="too few prompts to hold any out; write a prompts_val"):
-        read("prompts")
+        read("prompts", prompts_train=[("5",)])
