@@ -171,9 +171,9 @@ class Evaluator:
         """
         score, kl = measured["score"], measured["kl"]
         far = kl > max(math.log(REFERENCE), 2 * kl.median().item())
-        suspect = far & (score > self.reference["score"].amax(1, keepdim=True))
-        order, highest = score.flatten().argsort(descending=True), {}
-        rows = order[suspect.flatten()[order]].tolist()
+        suspect = (far & (score > self.reference["score"].amax(1, keepdim=True))).flatten()
+        rows = [i for i in score.flatten().argsort(descending=True).tolist() if suspect[i]]
+        highest = {}
         for i in rows:
             prompt = self.questions[i // score.shape[1]]
             highest.setdefault(prompt, {"prompt": prompt} | self.answer(measured, texts, i))

@@ -166,6 +166,7 @@ def test_the_report_holds_what_ruler_and_truth_say_and_goes_with_its_policy(
     printed, written = capsys.readouterr().out, json.loads(path.read_text())
     assert pages == [written] and config.micro_batch == 0
     assert "open page in a browser" in printed and "\n".join(written["notes"]) in printed
+    assert written["table"][""] == list(report.COLUMNS)
     for line in written["table"].values():
         assert all(cell in printed for cell in line)
     for part, name in (("sft", "above_entropy"), ("rm", "below_ceiling"), ("unseen", "optimality")):
@@ -187,14 +188,13 @@ def test_the_report_holds_what_ruler_and_truth_say_and_goes_with_its_policy(
         assert {x: written[part].pop(x) for x in figures} == pytest.approx(figures, rel=1e-4)
     expected = {"sft": evaluator.figures(*before), "rm": {}, "policy": evaluator.figures(*after)}
     expected["best_of_n"] = {n: evaluator.best_of(int(n)) for n in ("4", "16", "64")}
-    expected |= {"suspects": evaluator.suspects(*after), "samples": []}
-    for i, prompt in enumerate(evaluator.questions[:6]):
-        sft, own = evaluator.answer(*before, 64 * i), evaluator.answer(*after, 2 * i)
-        expected["samples"].append({"prompt": prompt, "sft": sft, "policy": own})
+    expected["suspects"] = evaluator.suspects(*after)
     new = torch.tensor([x not in train for x in prompts])
-    for kind, rows in (("unseen", new), ("seen", ~new)):
-        expected[kind] = evaluator.figures(*after, rows)
-    assert written == expected | {x: written[x] for x in ("table", "notes")}
+    expected["unseen"] = evaluator.figures(*after, new)
+    expected["seen"] = evaluator.figures(*after, ~new)
+    assert {name: written[name] for name in expected} == expected
+    sample = {"sft": evaluator.answer(*before, 64 * 5), "policy": evaluator.answer(*after, 2 * 5)}
+    assert written["samples"][5:] == [{"prompt": evaluator.questions[5]} | sample]
 
     config.no_report = True
     report.report(run, score, train)
@@ -240,6 +240,7 @@ scale=4.9 -> checked:
 scale=5.1 -> the standard deviation of the first scores is 5.1: divide by it
 scale=0 -> checked:
 batch_size=7, k=2 -> !--batch_size 7: should be a multiple of --k 2
+batch_size=4 -> checked:
 batch_size=3 -> !--batch_size 3: should be a multiple of --k 1, >= --minibatches 4
 """
 
@@ -274,7 +275,7 @@ def test_a_run_starts_only_if_sampling_and_scoring_agree_and_says_what_does_not_
         report.check_start(model, ref, score, prompts, x)
         printed = capsys.readouterr().out
         assert says in printed and ("divide" in printed) == ("divide" in says)
-        assert sizes == [x.micro_batch or 16]
+        assert sizes == [x.micro_batch or x.batch_size]
 
 
 def test_what_is_wrong_with_an_iteration_is_said():
