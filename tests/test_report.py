@@ -166,7 +166,8 @@ def test_the_report_holds_what_ruler_and_truth_say_and_goes_with_its_policy(
     printed, written = capsys.readouterr().out, json.loads(path.read_text())
     assert pages == [written] and config.micro_batch == 0
     assert "open page in a browser" in printed and "\n".join(written["notes"]) in printed
-    assert written["table"][""] == list(report.COLUMNS)
+    cells = [report.number(written["unseen"], name) for name in report.COLUMNS]
+    assert written["table"]["policy, unseen"] == cells
     for line in written["table"].values():
         assert all(cell in printed for cell in line)
     for part, name in (("sft", "above_entropy"), ("rm", "below_ceiling"), ("unseen", "optimality")):
@@ -218,9 +219,8 @@ def test_table_and_notes_show_figures_and_no_text_steers_the_terminal_or_fills_i
     assert report.table(parts) == rows
     parts |= {"suspects": {"count": 1234, "examples": [bad]}}
     limit, count, line = report.notes(parts)
-    assert (
-        limit.startswith("optimality 0.5000: ") and " 1,234 responses score above all 192" in count
-    )
+    assert limit.startswith("optimality 0.5000: ")
+    assert " 1,234 responses score above all 192" in count
     assert line == f"    Why\\x1b? -> So\\x1b.{395 * 'x'}   (score 3.46, KL 13.20)"
 
 
