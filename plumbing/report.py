@@ -46,9 +46,11 @@ def check_start(policy, ref, score, prompts, config):
         columns.append(gather_logprobs(logits, token))
         return token
 
-    prompts, how = prompts[: config.micro_batch or B], (config.max_new_tokens, config.temperature)
-    tokens, mask, logprobs, _ = generate(policy, prompts, *how, recorded_draw)
-    ref_logprobs, _, _ = evaluate_actions(ref, tokens, mask, config.temperature)
+    prompts, temperature = prompts[: config.micro_batch or B], config.temperature
+    tokens, mask, logprobs, _ = generate(
+        policy, prompts, config.max_new_tokens, temperature, recorded_draw
+    )
+    ref_logprobs, _, _ = evaluate_actions(ref, tokens, mask, temperature)
     drawn, lengths = torch.zeros_like(logprobs), row_lengths(mask)
     for t, column in enumerate(columns, tokens.shape[1] - 1 - len(columns)):
         drawn[lengths > t + 1, t] = column
@@ -140,8 +142,8 @@ class Evaluator:
 
     def figures(self, measured, texts, rows=slice(None)):
         """What sample() has returned -> {name: mean, name_se: error} over some prompts."""
-        means = {name: x.mean(1) for name, x in measured.items()}
-        figures = estimate("distinct", distinct(texts, measured["score"].shape[1])[rows])
+        figures, means = {}, {name: x.mean(1) for name, x in measured.items()}
+        means["distinct"] = distinct(texts, measured["score"].shape[1])
         for name, x in means.items():
             figures |= estimate(name, x[rows])
         if beta := self.config.kl_coef:
@@ -231,7 +233,9 @@ def stages_before(evaluator):
     if rows:
         excess = nll(evaluator.ref, rows, config.micro_batch).cpu() - entropy
         sft = estimate("above_entropy", excess * len(rows) / completion_tokens(rows))
-    rows, margin = ([], None) if config.reward else known_rows(evaluator, "pref", margins)
+    if config.reward:
+        return sft, rm
+    rows, margin = known_rows(evaluator, "pref", margins)
     if rows:
         answers = [(prompt, answer) for prompt, *pair in rows for answer in pair]
         parts = in_parts(answers, config.micro_batch)
