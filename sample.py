@@ -4,12 +4,10 @@
     python sample.py out/ppo.pt "What does a bee eat?" --trace
 
 Without a prompt, each line of the standard input is one. In place of out/ppo.pt, the folder of a
-GPT-2 in the Hugging Face format will do. --trace shows the numbers of each token, as PPO
-computes them with its default settings; the header of minippo.py explains them. (Advantages are
-whitened over one response.)
+GPT-2 in the Hugging Face format will do. --trace shows the numbers of each token that do not depend
+on settings of PPO; the header of minippo.py explains them.
 """
 
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +15,7 @@ from pathlib import Path
 import torch
 
 from data.files import UserError, printable
-from minippo import PPOConfig, compute_advantages, generate, rollout, table, trace
+from minippo import evaluate_actions, generate, table, trace
 from plumbing.hf import read_gpt2
 from plumbing.models import load_checkpoint, load_models
 from plumbing.page import likely_tokens
@@ -46,22 +44,21 @@ def load_policy(path):
     return read_gpt2(path) if Path(path).is_dir() else load_checkpoint(path, ("ppo", "sft"))[:2]
 
 
+@torch.no_grad()
 def print_trace(sampled, policy, ref, score, tokenizer, temperature):
-    """The numbers of a response that generate() has returned, as an iteration of PPO has them."""
-    config = PPOConfig(temperature=temperature)
-    batch = rollout(policy, ref, score, [], config, lambda *_: sampled)
-    batch |= compute_advantages(batch, config)
+    """The numbers of a response that generate() has returned."""
+    tokens, mask, logprobs, values = sampled
+    ref_logprobs, _, _ = evaluate_actions(ref, tokens, mask, temperature)
+    batch = {"tokens": tokens, "mask": mask, "old_logprobs": logprobs, "old_values": values}
 
-    def spell(i):  # for a column of 10: a leading space as a dot, cut to fit
-        text = printable(re.sub("^ ", "·", tokenizer.spell(i))).replace("\n", r"\n")
-        return text if len(text) < 10 else text[:8] + "…"
+    def spell(i):  # for a column of 10
+        return printable(tokenizer.spell(i), keep="")[:9]
 
-    columns, total = trace(batch, 0, spell), batch["scores"][0]
-    print(f"    score {total:.2f}  KL {sum(columns['KL']):.2f}  beta {config.kl_coef:g}")
+    columns = trace(batch | {"ref_logprobs": ref_logprobs}, 0, spell)
+    print(f"    score {score(tokens, mask)[0]:.2f}  KL {sum(columns['KL']):.2f}")
     print(*("    " + line for line in table(columns)), sep="\n")
     print("\n    the likeliest tokens, and the sampled one: probability under ref -> under policy")
-    models, tokens, mask = (policy, ref), batch["tokens"][0], batch["mask"][0]
-    likely = likely_tokens(models, tokens, mask, temperature, spell)
+    likely = likely_tokens((policy, ref), tokens[0], mask[0], temperature, spell)
     for action, rows in zip(columns["action"], likely):
         cells = (f"{text:>11} {in_ref:.2f} -> {here:.2f}" for text, here, in_ref in rows)
         print(f"    {action:>10} ", *cells)
@@ -79,10 +76,9 @@ def main():
         policy, ref, score, tokenizer = load_models(config)
     else:
         policy, tokenizer = load_policy(path)
-    policy.eval()
     torch.manual_seed(config.seed)
     status, longest = 0, policy.config.context - 1
-    for text in texts or (line.rstrip("\r\n") for line in sys.stdin or ()):  # None: closed
+    for text in texts or (line.rstrip("\r\n") for line in sys.stdin):
         try:
             prompt = tokenizer.encode(text)
             if not 0 < len(prompt) <= longest:

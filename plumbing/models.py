@@ -16,7 +16,6 @@ from plumbing.text import Tokenizer, in_parts, pad_completions, spread_over, tex
 
 ANSWERS = 2048  # of the SFT model, that set the scale of the scores
 LARGEST_SCORE = 1e6  # with far larger ones the loss is NaN
-MAKER = {"sft": "train_sft.py", "rm": "train_rm.py", "ppo": "train_ppo.py"}
 
 
 def write_contents(path, contents):
@@ -24,13 +23,13 @@ def write_contents(path, contents):
     write_file(path, lambda file: torch.save(contents, file))
 
 
-def read_contents(path, kinds, hint, mmap=True):
+def read_contents(path, kinds, hint):
     """What write_contents wrote, on the CPU. UserError unless it is whole, and its "kind" one of
-    these. No code that the file holds is run. mmap: weights are read where they are used."""
+    these. No code that the file holds is run."""
     if not Path(path).is_file():
         raise UserError(f"{path}: not found; {hint}")
     try:
-        contents = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        contents = torch.load(path, map_location="cpu", weights_only=True)
         kind = contents["kind"]
     except Exception as error:  # torch.load raises many kinds of error at a damaged file
         raise UserError(f"{path}: damaged, or no checkpoint ({type(error).__name__}); {hint}")
@@ -49,7 +48,7 @@ def save_checkpoint(path, kind, model, tokenizer, **figures):
 
 def load_checkpoint(path, kinds, device="cpu"):
     """A checkpoint of one of `kinds` -> model in eval mode, tokenizer, figures saved with it."""
-    contents = read_contents(path, kinds, f"{MAKER[kinds[0]]} makes it")
+    contents = read_contents(path, kinds, f"train_{kinds[0]}.py makes it")
     try:
         model = (RewardModel if contents["kind"] == "rm" else GPT)(GPTConfig(**contents["config"]))
         if "critic.norm.bias" in contents["model"]:
@@ -57,7 +56,7 @@ def load_checkpoint(path, kinds, device="cpu"):
         model.load_state_dict(contents["model"])
         tokenizer = Tokenizer([token.encode("latin-1") for token in contents["vocabulary"]])
         return model.to(device).eval(), tokenizer, contents["figures"]
-    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+    except Exception as error:  # the file may hold anything
         kind = type(error).__name__
         raise UserError(f"{path}: damaged, or made by another version ({kind}); make it again")
 
@@ -100,10 +99,10 @@ def new_model(config, rows):
 
 def load_sft(config):
     """The SFT model of --models -> model, tokenizer."""
-    if not (config.models / "sft.pt").exists():
-        hint = "train_sft.py makes it; --models names its folder if it is another one"
-        raise UserError(f"{config.models}/sft.pt: not found; {hint}")
-    return load_checkpoint(config.models / "sft.pt", ["sft"], config.device)[:2]
+    path = config.models / "sft.pt"
+    if not path.exists():
+        raise UserError(f"{path}: not found; train_sft.py makes it; --models names its folder")
+    return load_checkpoint(path, ["sft"], config.device)[:2]
 
 
 def load_models(config):
@@ -149,10 +148,9 @@ def add_critic(policy, reward_model):
 
 
 def load_function(name):
-    """ "module:function" -> the function. The current folder is where the module is looked for
-    last."""
+    """ "module:function" -> the function."""
     module, _, function = name.partition(":")
-    sys.path.append("")
+    sys.path.append("")  # the current folder, last
     try:
         return getattr(importlib.import_module(module), function)
     except Exception as error:  # the module is the user's: it may raise anything
@@ -171,14 +169,15 @@ def text_reward(function, tokenizer, config):
         returned = function(prompts, responses)
         try:
             scores = [float(x) for x in returned]
-        except (TypeError, ValueError, OverflowError, RuntimeError):
+        except (TypeError, ValueError):
             scores = []
-        texts = zip(scores, prompts, responses)
-        bad = [f"{x} for {(p + r)[:80]!r}" for x, p, r in texts if not abs(x) <= LARGEST_SCORE]
-        if bad or len(scores) != len(prompts):
-            wrong = bad[0] if bad else repr(returned)[:80]
-            limits = f"{len(prompts)} numbers, none beyond {LARGEST_SCORE:,.0f}"
-            raise UserError(f"--reward: should return a list of {limits}, not {wrong}")
+        limits = f"{len(prompts)} numbers, none beyond {LARGEST_SCORE:,.0f}"
+        wanted = f"--reward: should return a list of {limits}, not"
+        if len(scores) != len(prompts):
+            raise UserError(f"{wanted} {repr(returned)[:80]}")
+        for x, prompt, response in zip(scores, prompts, responses):
+            if not abs(x) <= LARGEST_SCORE:
+                raise UserError(f"{wanted} {x} for {(prompt + response)[:80]!r}")
         return torch.tensor(scores, device=tokens.device)
 
     return score
@@ -197,9 +196,8 @@ def nll(model, rows, size):
 
 @torch.no_grad()
 def normalise(reward_model, sft, prompts, config):
-    """Shift and scale the scores, so that those of the SFT model's own answers, to prompts spread
-    over the list, have mean 0 and standard deviation 1; and cap them where one in a hundred of
-    these is higher."""
+    """Shift and scale the scores, so that the SFT model's own answers have mean 0 and standard
+    deviation 1; and cap them at what one in a hundred of these exceeds."""
     print(f"    {ANSWERS:,} answers of the SFT model, for the scale of the scores", flush=True)
     prompts, scores = spread_over(prompts, ANSWERS), []
     prompts = [prompts[i % len(prompts)] for i in range(ANSWERS)]

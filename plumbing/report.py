@@ -2,11 +2,11 @@
 
 The report measures a finished policy. For a fixed reference, reward and beta, the best policy is
 known: pi*(y | x) ~ ref(y | x) exp(r(x, y) / beta) (Korbak et al., arXiv:2205.11275). So samples of
-the reference alone tell how well that policy does, and how well any policy could do. All is
-measured on validation prompts, with fresh samples; errors treat these prompts as a random sample of
-all.
+the reference alone tell how well any policy could do. All is measured on validation prompts, with
+fresh samples; errors treat these prompts as a random sample of all.
 """
 
+import copy
 import json
 import math
 
@@ -17,9 +17,10 @@ from data.rows import load_rows
 from data.truth import entropies, judge_of, margins
 from minippo import draw, evaluate_actions, gather_logprobs, generate, kl_per_response, rollout
 from minippo import row_lengths
-from plumbing.models import load_checkpoint, load_sft, nll
+from plumbing.models import load_sft, nll
 from plumbing.page import strict
-from plumbing.text import encode_rows, in_parts, pad, read_prompts, texts_of
+from plumbing.text import completion_tokens, encode_rows, in_parts, pad_completions
+from plumbing.text import read_prompts, texts_of
 
 PROMPTS, REFERENCE, SAMPLES = 128, 192, 16  # responses of the reference, of a policy, to a prompt
 BEST_OF = 4, 16, 64
@@ -38,10 +39,6 @@ def check_start(policy, ref, score, prompts, config):
         raise UserError(
             f"--batch_size {B}: should be a multiple of --k {k}, >= --minibatches {minibatches}"
         )
-    context, longest = policy.config.context, config.max_new_tokens
-    if short := sum(len(prompt) + longest > context for prompt in prompts):
-        room = f"leave less than {longest} tokens of the context of {context} for a response"
-        print(f"warning: {short:,} of {len(prompts):,} prompts {room} (--max_new_tokens)")
     columns = []  # log-probabilities by which generate() draws, column by column, of its rows
 
     def recorded_draw(logits):
@@ -49,45 +46,38 @@ def check_start(policy, ref, score, prompts, config):
         columns.append(gather_logprobs(logits, token))
         return token
 
-    prompts = prompts[: config.micro_batch or config.batch_size]
-    temperature = config.temperature
-    tokens, mask, logprobs, _ = generate(policy, prompts, longest, temperature, recorded_draw)
+    prompts, temperature = prompts[: config.micro_batch or B], config.temperature
+    tokens, mask, logprobs, _ = generate(
+        policy, prompts, config.max_new_tokens, temperature, recorded_draw
+    )
     ref_logprobs, _, _ = evaluate_actions(ref, tokens, mask, temperature)
     drawn, lengths = torch.zeros_like(logprobs), row_lengths(mask)
     for t, column in enumerate(columns, tokens.shape[1] - 1 - len(columns)):
         drawn[lengths > t + 1, t] = column
-    ratios, half = ((logprobs - drawn).exp() - 1).abs()[mask], policy.config.bfloat16
-    off = (ratios.mean() if half else ratios.max()).item()
-    nats = (logprobs - ref_logprobs).abs()[mask].max().item()
-    tolerance, when = 0.05 if half else 1e-3, "before the first update"
-    if not off <= tolerance:
+    ratios = ((logprobs - drawn).exp() - 1).abs()[mask]
+    off, limit = (ratios.mean(), 0.05) if policy.config.bfloat16 else (ratios.max(), 1e-3)
+    nats = (logprobs - ref_logprobs).abs()[mask].max()
+    when = "before the first update"
+    if not off <= limit:
         raise UserError(f"{when} a ratio is {off:.4f} off 1: sampling and scoring disagree")
-    if not config.policy and not nats <= tolerance:
+    if not config.policy and not nats <= 1e-3:
         raise UserError(f"{when} a token is {nats:.4f} nats away from the reference, not 0")
     kl = "" if config.policy else " and the KL to the reference is 0"
     print(f"checked: {when} the ratio is 1{kl}")
-    scores = score(tokens, mask).double()
-    spread, mean = scores.std(correction=0).item(), scores.mean().item()
+    spread = score(tokens, mask).double().std(correction=0).item()
     if spread > 0 and not 0.2 < spread < 5:
-        factor = f"divide the reward by {float(f'{spread:.1g}'):g}"
-        print(
-            f"warning: the first scores have a standard deviation of {spread:.2g}, not 1: {factor}"
-        )
-    if abs(mean) > 1e4 * spread > 0:
-        print(f"warning: the mean of the first scores is {mean:.3g}: subtract it from the reward")
+        print(f"warning: the standard deviation of the first scores is {spread:.2g}: divide by it")
 
 
-# The report
+# The report. There are P prompts, and figures of each
 
 
 def optimal_objective(scores, kl_coef):
-    """The largest E[r] - beta KL of any policy: scores (P, M), M reference samples a prompt ->
-    (P,).
+    """The largest E[r] - beta KL of any policy: scores (P, M) of M reference samples -> (P,).
 
     J*(x) = beta log E_ref[exp(r / beta)], with the mean over the samples for E. Rare answers of a
     high score are missing, so optimality, which is measured against it, is a little too high.
     """
-    scores = scores.double()  # at a large beta the two logarithms hardly differ
     return kl_coef * (torch.logsumexp(scores / kl_coef, 1) - math.log(scores.shape[1]))
 
 
@@ -104,17 +94,14 @@ def best_of_n(scores, values, n):
 
 
 def estimate(name, x):
-    """x (P,) or (P, n), independent over prompts -> {name: mean, name_se: its standard error}; of
-    a single prompt no error."""
-    x = x.double().view(len(x), -1).mean(1)
+    """x (P,) -> {name: mean, name_se: its standard error}; of a single prompt no error."""
     error = {f"{name}_se": (x.std() / len(x) ** 0.5).item()} if len(x) > 1 else {}
     return {name: x.mean().item()} | error
 
 
 def optimality(J, J_sft, J_best):
-    """(J(policy) - J(SFT)) / (J* - J(SFT)) from (P,) or (P, n) each: a ratio of means, with its
-    standard error by the delta method; nothing if no policy can gain."""
-    J, J_sft, J_best = (x.double().view(len(x), -1).mean(1) for x in (J, J_sft, J_best))
+    """(J(policy) - J(SFT)) / (J* - J(SFT)) from (P,) each: a ratio of means, with its standard
+    error by the delta method; nothing if no policy can gain."""
     gained, possible = J - J_sft, J_best - J_sft
     if possible.mean() < 1e-6:  # the score does not differ between answers
         return {}
@@ -129,44 +116,39 @@ def distinct(texts, n):
 
 
 class Evaluator:
-    """Prompts (lists of ids), and the reference's answers to them: what policies are compared
-    to."""
+    """Prompts (lists of ids), and the reference's answers to them, which policies have to beat."""
 
     def __init__(self, ref, score, tokenizer, prompts, config):
         self.ref, self.score, self.tokenizer = ref, score, tokenizer
-        self.prompts, self.config, self.judge = prompts, config, judge_of(config.data)
+        self.prompts, self.config, self.judge = prompts, copy.copy(config), judge_of(config.data)
+        self.config.micro_batch = config.micro_batch or 512
         self.questions = [tokenizer.decode(prompt) for prompt in prompts]
         self.reference, self.reference_texts = self.sample(ref, REFERENCE)
-        scores, beta = self.reference["score"], config.kl_coef
-        self.best = optimal_objective(scores, beta)[:, None] if beta else None
 
     def sample(self, policy, n):
-        """n responses to each of the P prompts -> {name: (P, n)}, and their texts in a list."""
-        rows, parts, texts = [prompt for prompt in self.prompts for _ in range(n)], [], []
+        """n responses to each prompt -> {name: (P, n) in float64}, and their texts in a list."""
+        rows = [prompt for prompt in self.prompts for _ in range(n)]
         print(f"    {len(rows):,} responses for the report", flush=True)
-        for part in in_parts(rows, self.config.micro_batch or 512):
-            batch = rollout(policy, self.ref, self.score, part, self.config)
-            mask = batch["mask"]
-            kl, _ = kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], mask)
-            figures = torch.stack([batch["scores"], kl, batch["ended"], mask.sum(1)])
-            parts.append(figures.float().cpu())
-            texts += texts_of(self.tokenizer, batch["tokens"], mask)[1]
-        figures = torch.cat(parts, 1).view(4, -1, n)
-        measured = dict(zip(("score", "kl", "eos_rate", "response_length"), figures))
+        batch = rollout(policy, self.ref, self.score, rows, self.config)
+        mask = batch["mask"]
+        kl, _ = kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], mask)
+        measured = {"score": batch["scores"], "kl": kl, "eos_rate": batch["ended"]}
+        measured["response_length"] = mask.sum(1)
+        _, texts = texts_of(self.tokenizer, batch["tokens"], mask)
         if self.judge:
             grades = [self.judge(self.questions[i // n], text) for i, text in enumerate(texts)]
-            measured = {"judge": torch.tensor(grades).view(-1, n)} | measured
-        return measured, texts
+            measured["judge"] = torch.tensor(grades)
+        return {name: x.cpu().double().view(-1, n) for name, x in measured.items()}, texts
 
     def figures(self, measured, texts, rows=slice(None)):
-        """What sample() has returned -> {name: mean, name_se: error}, over the prompts in
-        `rows`."""
-        figures, n = {}, measured["score"].shape[1]
-        for name, x in (measured | {"distinct": distinct(texts, n)}).items():
+        """What sample() has returned -> {name: mean, name_se: error} over some prompts."""
+        figures, means = {}, {name: x.mean(1) for name, x in measured.items()}
+        means["distinct"] = distinct(texts, measured["score"].shape[1])
+        for name, x in means.items():
             figures |= estimate(name, x[rows])
-        if self.best is not None:
-            J = measured["score"] - self.config.kl_coef * measured["kl"]
-            figures |= optimality(J[rows], self.reference["score"][rows], self.best[rows])
+        if beta := self.config.kl_coef:
+            J, reference = means["score"] - beta * means["kl"], self.reference["score"][rows]
+            figures |= optimality(J[rows], reference.mean(1), optimal_objective(reference, beta))
         return figures
 
     def best_of(self, n):
@@ -191,9 +173,9 @@ class Evaluator:
         """
         score, kl = measured["score"], measured["kl"]
         far = kl > max(math.log(REFERENCE), 2 * kl.median().item())
-        suspect = far & (score > self.reference["score"].amax(1, keepdim=True))
-        order, highest = score.flatten().argsort(descending=True), {}
-        rows = order[suspect.flatten()[order]].tolist()
+        suspect = (far & (score > self.reference["score"].amax(1, keepdim=True))).flatten()
+        rows = [i for i in score.flatten().argsort(descending=True).tolist() if suspect[i]]
+        highest = {}
         for i in rows:
             prompt = self.questions[i // score.shape[1]]
             highest.setdefault(prompt, {"prompt": prompt} | self.answer(measured, texts, i))
@@ -208,23 +190,23 @@ def report(run, score, trained_on):
     if not config.no_report:
         torch.manual_seed(config.seed)
         prompts = read_prompts(config.data, "val", run.tokenizer, run.model.config.context)
-        figures = make_report(run, score, trained_on, prompts)
-        write_file(path, json.dumps(strict(figures), indent=2) + "\n")
-        print_report(figures)
+        figures = strict(make_report(run, score, trained_on, prompts))
+        write_file(path, json.dumps(figures, indent=2) + "\n")
+        print()
+        for label, cells in figures["table"].items():
+            print(label.ljust(15) + "".join(cell.rjust(17) for cell in cells))
+        print("", *figures["notes"], sep="\n")
     print(f"open {run.write_page(figures)} in a browser to see the run")
 
 
 def make_report(run, score, trained_on, prompts):
     prompts = [prompts[i] for i in torch.randperm(len(prompts))[:PROMPTS]]
     evaluator = Evaluator(load_sft(run.config)[0], score, run.tokenizer, prompts, run.config)
-    before, after = (
-        (evaluator.reference, evaluator.reference_texts),
-        evaluator.sample(run.model, SAMPLES),
-    )
+    before = evaluator.reference, evaluator.reference_texts
+    after = evaluator.sample(run.model, SAMPLES)
     sft, rm = stages_before(evaluator)
     report = {
-        "beta": run.config.kl_coef,
-        "sft": sft | evaluator.figures(*before),
+        "sft": evaluator.figures(*before) | sft,
         "rm": rm,
         "best_of_n": {str(n): evaluator.best_of(n) for n in BEST_OF},
         "policy": evaluator.figures(*after),
@@ -235,50 +217,44 @@ def make_report(run, score, trained_on, prompts):
             for i, question in enumerate(evaluator.questions[:6])
         ],
     }
-    seen = set(map(tuple, trained_on))
-    seen = torch.tensor([tuple(prompt) in seen for prompt in prompts])
+    seen = torch.tensor([prompt in trained_on for prompt in prompts])
     if seen.any() and not seen.all():
         for kind, rows in (("seen", seen), ("unseen", ~seen)):
-            report[kind] = evaluator.figures(*after, rows) | {"prompts": int(rows.sum())}
-    report["table"], report["notes"] = table(report), list(notes(report))
-    return report
+            report[kind] = evaluator.figures(*after, rows)
+    return report | {"table": table(report), "notes": list(notes(report))}
 
 
 @torch.no_grad()
 def stages_before(evaluator):
-    """Figures of the SFT model and the reward model (if one gave the scores): those of their files,
-    and, where the truth is known, how far they are from the best that is possible: row by row, so
-    that luck cancels out."""
-    config, size = evaluator.config, evaluator.config.micro_batch or 64
-    _, _, sft = load_checkpoint(config.models / "sft.pt", ["sft"])
+    """How far the SFT model and the reward model (if one gave the scores) are from the best that is
+    possible, where the truth is known: row by row, so that luck cancels out."""
+    config, sft, rm = evaluator.config, {}, {}
     rows, entropy = known_rows(evaluator, "sft", entropies)
     if rows:
-        tokens = sum(len(ids) for _, ids in rows) / len(rows)  # in a row
-        excess = nll(evaluator.ref, rows, size).cpu() - entropy
-        sft |= estimate("above_entropy", excess / tokens)
+        excess = nll(evaluator.ref, rows, config.micro_batch).cpu() - entropy
+        sft = estimate("above_entropy", excess * len(rows) / completion_tokens(rows))
     if config.reward:
-        return sft, {}
-    model, _, rm = load_checkpoint(config.models / "rm.pt", ["rm"], config.device)
+        return sft, rm
     rows, margin = known_rows(evaluator, "pref", margins)
     if rows:
-        scores = []
-        for part in in_parts([row[0] + row[i] for row in rows for i in (1, 2)], size):
-            scores.append(model(*pad(part, config.device)).cpu())
-        scores = torch.cat(scores).view(-1, 2)
-        more = margin.sign() - (scores[:, 0] - scores[:, 1]).sign()  # a tie is half right
-        rm |= estimate("below_ceiling", more / 2)
+        answers = [(prompt, answer) for prompt, *pair in rows for answer in pair]
+        parts = in_parts(answers, config.micro_batch)
+        scores = [evaluator.score(*pad_completions(x, config.device)).cpu() for x in parts]
+        chosen, rejected = torch.cat(scores).view(-1, 2).unbind(1)
+        more = margin.sign() - (chosen - rejected).sign()  # a tie is half right
+        rm = estimate("below_ceiling", more / 2)
     return sft, rm
 
 
 def known_rows(evaluator, task, truth):
-    """The validation rows of a task as ids, and what truth(rows) says of each; None, None unless it
-    knows all, and all fit into the context."""
+    """The validation rows of a task as ids, and what truth(rows) says of each; none unless it knows
+    all, and all fit into the context."""
     path, eos = evaluator.config.data / f"{task}_val.jsonl", evaluator.tokenizer.eos
     if path.exists() and (numbers := truth(rows := load_rows(path, task))):
         encoded = encode_rows(rows, evaluator.tokenizer, evaluator.ref.config.context)
         if sum(all(ids[-1] == eos for ids in row[1:]) for row in encoded) == len(rows):
             return encoded, torch.tensor(numbers)
-    return None, None
+    return [], None
 
 
 def number(row, name, digits=2):
@@ -298,12 +274,10 @@ def table(report):
 
 
 LIMITS = [
-    ("sft", "val_loss", "SFT validation loss {} nats/token"),
-    ("sft", "above_entropy", "    {} above the entropy of the same rows"),
-    ("rm", "val_accuracy", "reward model, validation pairs right {}"),
-    ("rm", "below_ceiling", "    {} below the judge on the same pairs"),
+    ("sft", "above_entropy", "SFT: {} nats/token above the entropy of the validation rows"),
+    ("rm", "below_ceiling", "reward model: share of pairs right {} below the judge's"),
     ("policy", "optimality", "optimality {}: 0 is the SFT model, 1 about the best possible policy"),
-    ("unseen", "optimality", "    {} on {prompts} prompts that it was not trained on"),
+    ("unseen", "optimality", "    {} on prompts that it was not trained on"),
 ]
 
 
@@ -311,7 +285,7 @@ def notes(report):
     """How far each stage ends from the best that is possible, and answers to be wary of."""
     for part, name, text in LIMITS:
         if name in (figures := report.get(part, {})):
-            yield text.format(number(figures, name, 4), **figures)
+            yield text.format(number(figures, name, 4))
     suspects = report["suspects"]
     if suspects["count"]:
         above = f"score above all {REFERENCE} of the SFT model, at a high KL"
@@ -319,10 +293,3 @@ def notes(report):
     for row in suspects["examples"]:
         prompt, text = (printable(row[x][:400]).strip() for x in ("prompt", "text"))
         yield f"    {prompt} -> {text}   (score {row['score']:.2f}, KL {row['kl']:.2f})"
-
-
-def print_report(report):
-    print()
-    for label, cells in report["table"].items():
-        print(label.ljust(15) + "".join(cell.rjust(17) for cell in cells))
-    print("", *report["notes"], sep="\n")

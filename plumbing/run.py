@@ -135,7 +135,7 @@ class Run:
 
     def load(self):
         again = "--overwrite starts over"
-        contents = read_contents(self.state_path, ["state"], again, mmap=False)
+        contents = read_contents(self.state_path, ["state"], again)
         old = contents.get("settings", {})
         for name in {**old, **self.settings}:  # flags first, then what they lead to
             if old.get(name) != self.settings.get(name):

@@ -35,9 +35,9 @@ def shell(*words):
 
 
 def run(script, *args, stdin="", root=ROOT):
-    """-> status, stdout, stderr. stdin: text, or None: closed."""
+    """-> status, stdout, stderr."""
     out, err = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True), io.StringIO()
-    typed = None if stdin is None else io.TextIOWrapper(io.BytesIO(stdin.encode()), "utf-8")
+    typed = io.TextIOWrapper(io.BytesIO(stdin.encode()), "utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [script, *map(str, args)])
         patch.setattr(sys, "stdin", typed)

@@ -472,19 +472,21 @@ def test_the_sampler_prints_its_draws_and_the_numbers_of_ppo(begun, tmp_path, mo
     assert (status, printed) == (2, said)
     assert "the prompt '': it has 0 tokens, not 1 to 47" in error
     assert "it has 48 tokens" in error and run(*words, stdin="x" * 47)[0] == 0
-    assert run(*words, stdin=None) == (0, "", "")
     assert run(*words, stdin=" What \r\n")[1].startswith(" What \n")
 
     # --trace: the numbers are those of trace(), table() and likely_tokens(), which have tests
-    cut_off = float(tokens[0, -1] != tokenizer.eos)
     with torch.no_grad():
-        score = reward_model(tokens, row_lengths(mask))[0] - cut_off
+        (score,) = reward_model(tokens, row_lengths(mask))
         ref_logprobs, _, _ = minippo.evaluate_actions(sft, tokens, mask, 0.7)
+    assert all(x.isprintable() for x in run(*words, "A", "--trace", "--n", 20)[1].split("\n"))
     _, said, _ = run(*words, *texts, "--trace")
     numbers, _, rest = said.rpartition("    score ")[2].partition("\n\n    the likeliest tokens")
     head, columns, *rows = numbers.splitlines()
-    assert head == f"{score:.2f}  KL {(logprobs - ref_logprobs).sum():.2f}  beta 0.1"
-    assert columns.split()[:2] == ["action", "log"] and len(rows) == mask.sum()
+    assert head == f"{score:.2f}  KL {(logprobs - ref_logprobs).sum():.2f}"
+    assert columns.split() == "action log pi log ref KL value".split()
+    last = logprobs[mask][-1], ref_logprobs[mask][-1], values[mask][-1]
+    assert [rows[-1].split()[i] for i in (-4, -3, -1)] == [f"{x:z.2f}" for x in last]
+    assert len(rows) == mask.sum()
     likely = likely_tokens((policy, sft), tokens[0], mask[0], 0.7, tokenizer.spell)
     shown = [re.findall(r"(\S+) -> (\S+)", row) for row in rest.splitlines()[1:]]
     assert shown == [[(f"{ref:.2f}", f"{p:.2f}") for _, p, ref in row] for row in likely]
@@ -494,6 +496,6 @@ def test_the_sampler_prints_its_draws_and_the_numbers_of_ppo(begun, tmp_path, mo
     _, said, _ = run("sample.py", policy, *texts, *flags, *more)
     shutil.copytree(folder, tmp_path / "a/b"), shutil.copy(folder / "sft.pt", tmp_path / "a")
     assert run("sample.py", tmp_path / "a/b/ppo.pt", "What", "--trace")[0] == 0  # beside it first
-    assert f"    score {len(answer) / 9 - cut_off:.2f}  KL" in said
+    assert f"    score {len(answer) / 9:.2f}  KL" in said
     _, printed, error = run("sample.py", policy, " " * 1_000_000, "a" * 900)
     assert error.count("without a break") == 1 and error.count("\n") == 2
