@@ -88,7 +88,11 @@ class Run:
             config.out / f"{kind}{end}" for end in ("_state.pt", ".jsonl", ".pt", "_best.pt")
         )
         self.step, self.seconds, self.done, self.best_loss = 0, 0.0, False, math.inf
-        self.log, self.board = None, tensorboard(config) if config.tensorboard else None
+        self.log = self.board = None
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # of a package of its own
+
+            self.board = SummaryWriter(config.out / "tensorboard")
         if config.resume and self.state_path.exists():
             self.load()
         elif self.state_path.exists() and not config.overwrite:
@@ -252,16 +256,6 @@ class Run:
         self.save()
         self.best_path.unlink(missing_ok=True)
         print(f"saved {self.path}")
-
-
-def tensorboard(config):
-    """What writes for TensorBoard, which is a package of its own."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        hint = "pip install tensorboard"
-        raise UserError(f"--tensorboard needs a package that is missing ({error}); {hint}")
-    return SummaryWriter(config.out / "tensorboard")
 
 
 def clock(seconds):

@@ -130,6 +130,8 @@ def explain(error):
     text = (str(error).splitlines() or [""])[0]
     if isinstance(error, UserError):
         return str(error)
+    if isinstance(error, ModuleNotFoundError):
+        return f"the package {error.name} is missing; pip install {error.name}"
     if isinstance(error, FloatingPointError):
         return f"{text}; start over with --overwrite and a smaller --lr"
     if isinstance(error, OSError) and error.strerror:

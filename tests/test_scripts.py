@@ -38,14 +38,14 @@ from variations import rloo
 # Twins: the same stages in plain code. Stages 1 and 2 go row by row; nothing is cut into pieces. Out
 # come the lines of the log, then the contents of the model's file. No setting has its default.
 
-SFT = """--steps 99 --epochs 10 --batch_size 8 --micro_batch 3 --lr 0.1 --warmup 2 --max_grad_norm 0.5
+SFT = """--steps 99 --epochs 9 --batch_size 8 --micro_batch 3 --lr 0.05 --warmup 2 --max_grad_norm 0.5
     --seed 3 --layers 1 --heads 2 --channels 16 --context 44 --vocab_size 290"""
-RM = """--steps 21 --epochs 9 --batch_size 6 --micro_batch 2 --lr 0.02 --warmup 2 --max_grad_norm 0.7
+RM = """--steps 21 --epochs 9 --batch_size 6 --micro_batch 2 --lr 0.03 --warmup 2 --max_grad_norm 0.7
     --seed 4 --max_new_tokens 6"""
 PPO = """--steps 20 --batch_size 8 --minibatches 3 --epochs 2 --micro_batch 3 --max_new_tokens 6
     --temperature 0.8 --gamma 0.9 --lam 0.8 --no_whiten --kl_coef 0.3 --length_penalty 0.05
     --missing_eos_penalty 0.5 --clip_eps 0.02 --value_clip 0.03 --vf_coef 0.2 --entropy_coef 0.02
-    --kl_loss_coef 0.5 --max_grad_norm 0.3 --lr 0.005 --warmup 1 --adam_eps 0.01 --kl_target 0.01
+    --kl_loss_coef 0.5 --max_grad_norm 0.3 --lr 0.005 --warmup 1 --adam_eps 0.01 --kl_target 0.1
     --ref_update_every 2 --seed 10 --k 2"""
 CRITIC = """--separate_critic --steps 4 --batch_size 8 --minibatches 3 --max_new_tokens 6 --lr 0.005
     --warmup 1 --clip_eps inf --kl_target 0.01 --ref_update_every 3"""
@@ -251,6 +251,10 @@ def test_sft_and_reward_model_are_trained_as_their_twins(tmp_path, monkeypatch):
         printed, rows, _ = watched_run(f"train_{kind}.py", flags)
         agree(tmp_path, kind, plain_fit(kind, settings(flags, classes)))
         assert rows == most
+        says = "23 steps, not 99: --epochs 9 of 20 rows"
+        assert (says in printed) == (kind == "sft") and "steps, not" not in printed.replace(
+            says, ""
+        )
         figures = torch.load(tmp_path / f"{kind}.pt")["figures"]
         says = "validation loss {val_loss:.4f} nats/token\n".format(**figures)
         if kind == "rm":
