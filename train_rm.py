@@ -42,8 +42,7 @@ def train():
     model = RewardModel(sft).train()
     config.limit_steps(len(pairs))
     optimizer, schedule = adamw(model, config)
-    data = pairs, val_pairs, prompts
-    run = Run("rm", config, model, tokenizer, optimizer, schedule, data=data)
+    run = Run("rm", config, model, tokenizer, optimizer, schedule, data=(pairs, val_pairs, prompts))
 
     def loss_of(pairs):
         loss, stats = reward_model_loss(*pair_scores(model, pairs))

@@ -235,12 +235,8 @@ def timed(clock, seconds, it):
 def test_state_and_page_are_written_every_30_seconds_but_rarely_if_that_takes_long(
     tmp_path, monkeypatch, clock
 ):
-    it, write, pauses, pages = (
-        begin(tmp_path, "ppo", steps=13),
-        room.write_contents,
-        [0, 0, 0, 3],
-        [],
-    )
+    it, write = begin(tmp_path, "ppo", steps=13), room.write_contents
+    pauses, pages = [0, 0, 0, 3], []
 
     def slow_at_first(*arguments):
         clock.now += pauses.pop()

@@ -96,7 +96,12 @@ def test_a_mistake_is_one_clear_line_and_loses_nothing(folder, monkeypatch, line
     assert all(path.read_bytes() == data for path, data in before.items())
 
 
-INF = "--clip_eps inf --value_clip inf --max_grad_norm inf --max_new_tokens 99999"
+EXTREME = {
+    "sft": "--lr 0",
+    "rm": "--warmup 99999999999",
+    "ppo": """--kl_coef 0 --clip_eps inf --value_clip inf --max_grad_norm inf --gamma 0 --lam 0
+        --temperature 99 --vf_coef 0 --max_new_tokens 99999 --minibatches 8""",
+}
 ODD = ["\x00\x1b[31m", "\u202eabc", "😀 é ñ 日本", "<|endoftext|>", " \t\n", "x" * 20, "\ud800"]
 
 
@@ -104,7 +109,7 @@ def test_odd_text_missing_files_and_extreme_settings_are_no_mistakes(folder):
     shutil.rmtree(folder / "data")
     rows = [[text + end for end in ("prompt", "chosen", "rejected")] for text in ODD * 3]
     write_rows(folder / "data", pref_train=rows)
-    for kind, flags in {"sft": "--lr 0", "rm": "--warmup 99999999999", "ppo": INF}.items():
+    for kind, flags in EXTREME.items():
         status, printed, error = stage(kind, folder / "data", folder / "new", *flags.split())
         assert (status, error) == (0, "") and "\x1b" not in printed
 
