@@ -30,7 +30,7 @@ from plumbing import models, run as room
 from plumbing.models import fingerprint, load_checkpoint, load_models, save_checkpoint
 from plumbing.page import likely_tokens
 from plumbing.settings import RunConfig, read_flags
-from plumbing.text import Tokenizer
+from plumbing.text import Tokenizer, texts_of
 from tiny import stir
 from variations import rloo
 
@@ -182,6 +182,8 @@ def plain_ppo(it, algorithm=minippo):
                 stats.append(more | {"grad_norm": norm})
         row = {name: sum(x[name] for x in stats) / len(stats) for name in stats[0]}
         row["ratio_max"] = max(x["ratio_max"] for x in stats)
+        texts = texts_of(tokenizer, batch["tokens"], batch["mask"])
+        row |= {"judge": sum(map(data.zoo.judge, *texts)) / it.batch_size}
         row |= minippo.batch_metrics(batch, it) | {"step": step + 1, "lr": lr}
         yield row
         if it.kl_target:
@@ -197,7 +199,6 @@ def agree(folder, kind, twin):
     contents = torch.load(folder / f"{kind}.pt")
     rows = [*metrics(folder / f"{kind}.jsonl"), contents["model"] | contents["figures"]]
     for row, plain in zip_longest(rows, twin, fillvalue={}):
-        row.pop("judge", None)
         texts = {name: plain.pop(name) for name in ["sft"] if name in plain}
         assert all(row.pop(name) == text for name, text in texts.items())
         row, plain = ({x: torch.as_tensor(y).double() for x, y in z.items()} for z in (row, plain))
