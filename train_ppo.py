@@ -9,6 +9,7 @@ The rows are {"prompt": ...}. Writes out/ppo.pt and out/report.html, a page for 
 
 from dataclasses import dataclass
 
+from data.files import UserError
 from minippo import PPOConfig, batch_metrics, center_values, compute_advantages, ppo_loss
 from minippo import ppo_update, rollout
 from plumbing.models import load_models
@@ -43,6 +44,8 @@ def train(
     settings=Settings, compute_advantages=compute_advantages, loss=ppo_loss, doc=__doc__, out="out"
 ):
     config = read_flags(doc, settings, TrainConfig, out=out)
+    if config.kl_target and not config.kl_coef:
+        raise UserError("--kl_target multiplies --kl_coef, which is 0: give one above 0")
     policy, ref, score, tokenizer = load_models(config)
     prompts = read_prompts(config.data, "train", tokenizer, policy.config.context)
     optimizer, schedule = adamw(policy, config)
@@ -59,21 +62,15 @@ def train(
         stats = ppo_update(policy, optimizer, batch, config, loss)  # phase 4
         stats |= batch_metrics(batch, config)
         schedule.step()
-        if config.kl_target:
-            config.kl_coef = adapted_kl_coef(stats["kl"], config)
+        if config.kl_target:  # as in section 2.2 of Ziegler et al., arXiv:1909.08593
+            error = min(max(stats["kl"] / config.kl_target - 1, -0.2), 0.2)
+            config.kl_coef *= 1 + error * config.batch_size / 10_000
         if config.ref_update_every and (step + 1) % config.ref_update_every == 0:
             ref.load_state_dict(policy.state_dict(), strict=False)  # ref has no separate critic
         run.end_step(stats, batch)  # watches, logs, saves
 
     run.finish()
     report(run, score, prompts)
-
-
-def adapted_kl_coef(kl, config):
-    """Raise beta when the KL (nats per response) is above its target, else lower it: by about a
-    fifth at most in 10,000 responses (Ziegler et al., arXiv:1909.08593, section 2.2)."""
-    error = min(max(kl / config.kl_target - 1, -0.2), 0.2)
-    return config.kl_coef * (1 + error * config.batch_size / 10_000)
 
 
 if __name__ == "__main__":

@@ -42,28 +42,25 @@ def train():
     model = RewardModel(sft).train()
     config.limit_steps(len(pairs))
     optimizer, schedule = adamw(model, config)
-    data = pairs, prompts
-    run = Run("rm", config, model, tokenizer, optimizer, schedule, data, validate, val_pairs)
+    run = Run("rm", config, model, tokenizer, optimizer, schedule, data=(pairs, val_pairs, prompts))
 
     def loss_of(pairs):
         loss, stats = reward_model_loss(*pair_scores(model, pairs))
         return loss, {"loss": loss.item(), **stats}
 
-    for _ in run.steps():
+    for _ in run.steps(validate=validate, val_rows=val_pairs):
         batch = by_length(run.batch(pairs, config.batch_size))
         optimizer.zero_grad()
         stats = backward(loss_of, batch, config.micro_batch, len)
         stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
         schedule.step()
-        run.end_step(stats, batch)  # validates now and then, and keeps the best weights
+        run.end_step(stats)  # validates now and then, and keeps the best weights
 
     figures = run.load_best()
     normalise(model, sft, prompts, config)  # mean, std and cap, from answers of the SFT model
     run.finish(**figures)
     right, error = 100 * figures["val_accuracy"], 100 * figures["val_accuracy_se"]
     print(f"{right:.1f} % ± {error:.1f} of the validation pairs right")
-    if right < 50 + 2 * error:
-        print("warning: barely better than chance; are the labels noise?")
 
 
 @torch.no_grad()

@@ -45,18 +45,18 @@ def train():
     val_rows = read_ids(config.data, "sft", "val", tokenizer, model.config.context)
     config.limit_steps(len(rows))
     optimizer, schedule = adamw(model, config)
-    run = Run("sft", config, model, tokenizer, optimizer, schedule, rows, validate, val_rows)
+    run = Run("sft", config, model, tokenizer, optimizer, schedule, data=(rows, val_rows))
 
     def loss(rows):
         return sft_loss(model, rows)
 
-    for _ in run.steps():
+    for _ in run.steps(validate=validate, val_rows=val_rows):
         batch = by_length(run.batch(rows, config.batch_size))  # so its pieces need little padding
         optimizer.zero_grad()
         stats = backward(loss, batch, config.micro_batch, completion_tokens)
         stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
         schedule.step()
-        run.end_step(stats, batch)  # validates now and then, and keeps the best weights
+        run.end_step(stats)  # validates now and then, and keeps the best weights
 
     figures = run.load_best()
     run.finish(**figures)

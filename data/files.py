@@ -21,7 +21,7 @@ def write_file(path, contents):
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # a name of this process alone
+    beside = path.with_name(f".{path.name}.tmp")
     try:
         with open(beside, "wb") as file:
             if callable(contents):

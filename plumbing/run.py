@@ -14,16 +14,15 @@ import torch
 
 from data.files import UserError, read_log, write_file
 from data.truth import judge_of
-from minippo import frozen_copy, row_lengths
+from minippo import frozen_copy
 from plumbing.models import read_contents, save_checkpoint, sources, write_contents
 from plumbing.page import strict, traced, watch, write_page
 from plumbing.text import by_length, spread_over
 
 # Settings that --resume may change: where things are (their contents are compared), and what alters
 # only rounding and random draws.
-FREE_SETTINGS = ("data", "out", "models", "policy", "device", "resume", "overwrite", "tensorboard")
-FREE_SETTINGS += ("no_report", "micro_batch")
-SAVE_SECONDS, SHOW_SECONDS, PAGE_SECONDS = 30, 4, 60  # between two saves, lines, pages
+FREE_SETTINGS = "data out models policy device resume overwrite tensorboard no_report micro_batch"
+SAVE_SECONDS, SHOW_SECONDS = 30, 4  # between two saves; between two lines on the screen
 VALIDATIONS, VALIDATED = 10, 1000  # validations per run; rows per validation
 
 
@@ -70,41 +69,30 @@ class Run:
     """The steps of a run, one after the other, also across interruptions.
 
     kind: "sft", "rm" or "ppo". data: lists in any depth, which must be the same when the run goes
-    on, as the settings must. ref: the reference of PPO, saved too if it moves. validate(model,
-    rows, size) -> figures, "val_loss" among them, for some of val_rows, `size` in memory at once:
-    called ten times in a run, and the weights of the lowest loss are kept.
+    on, as the settings must. ref: the reference of PPO, saved too if it moves.
     """
 
-    def __init__(
-        self,
-        kind,
-        config,
-        model,
-        tokenizer,
-        optimizer,
-        schedule,
-        data,
-        validate=None,
-        val_rows=(),
-        ref=None,
-    ):
+    def __init__(self, kind, config, model, tokenizer, optimizer, schedule, data, ref=None):
         self.kind, self.config, self.model, self.tokenizer = kind, config, model, tokenizer
-        self.optimizer, self.validate, self.val_rows = optimizer, validate, by_length(val_rows)
+        self.optimizer, self.ref, self.before = optimizer, ref, None
         self.parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
-        self.ref, self.before = ref, None
-        self.judge = judge_of(config.data) if kind == "ppo" else None
         if getattr(config, "ref_update_every", 0):
             self.parts["ref"] = ref
-        contents = repr((data, self.val_rows, tokenizer.tokens)).encode(errors="replace")
+        self.judge = judge_of(config.data) if kind == "ppo" else None
+        contents = repr((data, tokenizer.tokens)).encode(errors="replace")
         self.sources = {"data": hashlib.sha256(contents).hexdigest()[:16]} | sources(config)
-        self.settings = {name: x for name, x in vars(config).items() if name not in FREE_SETTINGS}
+        free = FREE_SETTINGS.split()
+        self.settings = {name: x for name, x in vars(config).items() if name not in free}
         self.settings |= self.sources
         self.state_path, self.log_path, self.path, self.best_path = (
             config.out / f"{kind}{end}" for end in ("_state.pt", ".jsonl", ".pt", "_best.pt")
         )
-        self.step, self.seconds, self.done, self.orders = 0, 0.0, False, {}
-        self.best_loss, self.best_step = math.inf, 0
-        self.log, self.board = None, tensorboard(config) if config.tensorboard else None
+        self.step, self.seconds, self.done, self.best_loss = 0, 0.0, False, math.inf
+        self.log = self.board = None
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # of a package of its own
+
+            self.board = SummaryWriter(config.out / "tensorboard")
         if config.resume and self.state_path.exists():
             self.load()
         elif self.state_path.exists() and not config.overwrite:
@@ -114,12 +102,10 @@ class Run:
             raise UserError(f"{self.path}: a model is there; --overwrite makes it again")
         elif config.resume:
             print(f"--resume: {self.state_path} is not there, so this run starts at the beginning")
-        for half_written in config.out.glob(f".{kind}[._]*.tmp"):  # by a run that was killed
-            half_written.unlink()
 
     # Saving, and going on
 
-    NUMBERS = "settings", "step", "seconds", "done", "best_loss", "best_step"
+    NUMBERS = "settings", "step", "seconds", "done", "best_loss"
 
     def save(self):
         start = time.perf_counter()
@@ -136,36 +122,36 @@ class Run:
     def load(self):
         again = "--overwrite starts over"
         contents = read_contents(self.state_path, ["state"], again)
-        old = contents.get("settings", {})
+        old = contents["settings"]
         for name in {**old, **self.settings}:  # flags first, then what they lead to
             if old.get(name) != self.settings.get(name):
                 was = f"other {name}" if name in self.sources else f"{name} = {old.get(name)}"
                 raise UserError(f"{self.state_path} was saved with {was}; repeat that, or {again}")
-        try:
-            for name, part in self.parts.items():
-                part.load_state_dict(contents[name])
-            torch.set_rng_state(contents["random"])
-            if torch.cuda.is_available() and "cuda" in contents:
-                torch.cuda.set_rng_state(contents["cuda"])
-            for name in self.NUMBERS:
-                setattr(self, name, contents[name])
-            self.config.kl_coef = contents["kl_coef"]  # it may have been adapted
-        except (KeyError, ValueError, RuntimeError) as error:
-            raise UserError(f"{self.state_path}: damaged ({type(error).__name__}); {again}")
+        for name, part in self.parts.items():
+            part.load_state_dict(contents[name])
+        for name in self.NUMBERS:
+            setattr(self, name, contents[name])
+        self.config.kl_coef = contents["kl_coef"]  # it may have been adapted
+        torch.set_rng_state(contents["random"])
+        if torch.cuda.is_available() and "cuda" in contents:
+            torch.cuda.set_rng_state(contents["cuda"])
         config = self.config
-        report = self.kind != "ppo" or config.no_report or (config.out / "report.json").exists()
-        if self.done and report:  # else the report is still to be made
-            if not self.path.exists():
-                raise UserError(f"{self.path} is gone; --overwrite makes it again")
+        reported = self.kind != "ppo" or config.no_report or (config.out / "report.json").exists()
+        if self.done and reported and self.path.exists():
             print(f"{self.path} is finished; --overwrite makes it again")
             sys.exit()
 
-    def steps(self):
+    def steps(self, validate=None, val_rows=()):
         """Yield the steps that are still to be made. After Ctrl-C or SIGTERM the loop ends its
-        step, saves and stops."""
+        step, saves and stops.
+
+        validate(model, rows, size) -> figures, "val_loss" among them, for some of val_rows, `size`
+        in memory at once: called ten times in a run, and the weights of the lowest loss are kept.
+        """
+        self.validate, self.val_rows = validate, by_length(val_rows)
         self.began = time.perf_counter() - self.seconds
         self.shown, self.saved, self.saving = self.began, -math.inf, 0.0  # the first step is saved
-        self.page_written, self.interrupted, self.warned = time.perf_counter(), False, set()
+        self.interrupted, self.warned = False, set()
         handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
         try:
             while self.step < self.config.steps:
@@ -176,9 +162,8 @@ class Run:
                 self.before = None
                 if self.interrupted:
                     self.save()
-                    raise KeyboardInterrupt(
-                        f"stopped; step {self.step} is saved, --resume goes on from there"
-                    )
+                    hint = "--resume goes on from there"
+                    raise KeyboardInterrupt(f"stopped; step {self.step} is saved, {hint}")
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -190,57 +175,49 @@ class Run:
     def batch(self, rows, size):
         """Rows for this step: in each pass every row comes once, in random order, and a batch may
         go on from one pass into the next."""
-        places = [divmod(self.step * size + i, len(rows)) for i in range(size)]
-        for epoch in {epoch for epoch, _ in places} - self.orders.keys():
+        epoch, start = divmod(self.step * size, len(rows))
+        order = np.empty(0, int)
+        while len(order) < start + size:
             rng = np.random.default_rng([self.config.seed, epoch])
-            self.orders[epoch] = rng.permutation(len(rows)).tolist()
-        return [rows[self.orders[epoch][i]] for epoch, i in places]
+            order = np.append(order, rng.permutation(len(rows)))
+            epoch += 1
+        return [rows[i] for i in order[start : start + size]]
 
     # The end of a step, and of the run
 
-    def end_step(self, stats, batch):
-        """Watch, log and show what has happened, and save the state now and then.
-
-        batch: in PPO a rollout, as it was before the update; else rows of lists of ids.
-        """
-        self.step, show = self.step + 1, ["score", "judge", "kl", "entropy", "eos_rate"]
+    def end_step(self, stats, rollout=None):
+        """Watch, log and show what has happened, and save the state now and then. rollout: of PPO,
+        as it was before the update."""
+        self.step += 1
         if self.validate:
-            show = ["loss", "accuracy", "val_loss", "val_accuracy"]
-            tokens = sum(len(ids) for row in batch for ids in row)
-            stats = stats | self.validated()
+            show, more = ["loss", "accuracy", "val_loss", "val_accuracy"], self.validated()
         else:
-            tokens = int(row_lengths(batch["mask"]).sum())
-            stats = stats | watch(self, stats, batch)
-        now, last = time.perf_counter(), self.step == self.config.steps
-        speed = tokens / (now - self.began - self.seconds)
+            show = ["score", "judge", "kl", "entropy", "eos_rate"]
+            more = watch(self, stats, rollout)
+        stats, now, last = stats | more, time.perf_counter(), self.step == self.config.steps
         self.seconds = now - self.began
-        line = {"step": self.step, **stats, "lr": self.lr, "tokens_per_second": round(speed)}
-        self.write_log(strict(line | {"seconds": round(self.seconds, 2)}))
+        line = {"step": self.step, **stats, "lr": self.lr, "seconds": round(self.seconds, 2)}
+        self.write_log(strict(line))
         if last or now - self.saved > max(SAVE_SECONDS, 20 * self.saving):
             self.save()
+            if self.kind == "ppo":
+                self.write_page()
         if last or now - self.shown > SHOW_SECONDS or "val_loss" in stats:
             self.shown = now
             numbers = "  ".join(f"{name} {stats[name]:.3g}" for name in show if name in stats)
             left = clock(self.seconds / self.step * (self.config.steps - self.step))
-            times = f"{speed:,.0f} tokens/s  {clock(self.seconds)}, {left} left"
-            print(f"step {self.step:>4}/{self.config.steps}  {numbers}  {times}", flush=True)
-        if self.kind == "ppo" and now - self.page_written > PAGE_SECONDS:
-            self.page_written = now
-            self.write_page()
+            step = f"step {self.step:>4}/{self.config.steps}"
+            print(f"{step}  {numbers}  {clock(self.seconds)}, {left} left", flush=True)
 
     def write_log(self, line):
         """A line for this step. Lines of steps after the last save go: these are made again."""
         if self.log is None:  # from here on the files of an earlier run are overwritten
             lines = [x for x in read_log(self.log_path) if x["step"] < self.step]
             write_file(self.log_path, "".join(json.dumps(x) + "\n" for x in lines))
-            self.log = open(self.log_path, "a")
+            self.log = open(self.log_path, "a", buffering=1)  # lines are written at once
             if self.step == 1:
                 self.state_path.unlink(missing_ok=True)  # it must not be mistaken for this run's
-        try:
-            self.log.write(json.dumps(line) + "\n")
-            self.log.flush()
-        except OSError as error:
-            raise UserError(f"{self.log_path}: cannot be written ({error.strerror})")
+        self.log.write(json.dumps(line) + "\n")
         for name, x in line.items() if self.board else ():
             if isinstance(x, int | float):
                 self.board.add_scalar(f"{self.kind}/{name}", x, line["step"])
@@ -253,29 +230,22 @@ class Run:
         step, count = self.step, self.config.steps
         if step * VALIDATIONS // count == (step - 1) * VALIDATIONS // count:
             return {}
-        figures = self.figures(spread_over(self.val_rows, VALIDATED))
+        rows = spread_over(self.val_rows, VALIDATED)
+        figures = self.validate(self.model.eval(), rows, self.config.micro_batch)
+        self.model.train()
         if not math.isfinite(figures["val_loss"]):
             raise FloatingPointError(f"step {step}: the validation loss is {figures['val_loss']}")
         if figures["val_loss"] <= self.best_loss:
-            self.best_loss, self.best_step = figures["val_loss"], step
+            self.best_loss = figures["val_loss"]
             save_checkpoint(self.best_path, self.kind, self.model, self.tokenizer)
-        return figures
-
-    def figures(self, rows):
-        figures = self.validate(self.model.eval(), rows, self.config.micro_batch)
-        self.model.train()
         return figures
 
     def load_best(self):
         """The best weights into the model, which goes into eval mode -> its figures on all
         validation rows."""
-        print(f"the validation loss was lowest at step {self.best_step:,}: saving that model")
-        self.model.zero_grad()
         best = read_contents(self.best_path, [self.kind], "--overwrite starts over")
         self.model.load_state_dict(best["model"])
-        figures = self.figures(self.val_rows)
-        self.model.eval()
-        return figures
+        return self.validate(self.model.eval(), self.val_rows, self.config.micro_batch)
 
     def finish(self, **figures):
         """Write the model. From now on a new run may begin, and --resume has nothing to train."""
@@ -286,16 +256,6 @@ class Run:
         self.save()
         self.best_path.unlink(missing_ok=True)
         print(f"saved {self.path}")
-
-
-def tensorboard(config):
-    """What writes for TensorBoard, which is a package of its own."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        hint = "pip install tensorboard"
-        raise UserError(f"--tensorboard needs a package that is missing ({error}); {hint}")
-    return SummaryWriter(config.out / "tensorboard")
 
 
 def clock(seconds):

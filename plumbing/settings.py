@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import difflib
 import functools
 import inspect
 import re
@@ -28,10 +27,6 @@ class RunConfig:
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        if "unrecognized" in message:
-            for word in re.findall(r"--([\w-]+)", message):
-                for name in difflib.get_close_matches(word.replace("-", "_"), self.names, 1):
-                    message += f"; did you mean --{name}?"
         raise UserError(f"{message} (-h explains the flags)")
 
 
@@ -48,17 +43,16 @@ def read_flags(doc, *classes, run=True, positional="", **defaults):
     settings = dataclasses.make_dataclass("Settings", [], bases=bases)
     name, form = Path(sys.argv[0]).name, argparse.RawDescriptionHelpFormatter
     parser = Parser(prog=name, description=doc, formatter_class=form, allow_abbrev=False)
-    parser.names = []
     fields, texts = dataclasses.fields(settings), explanations(settings)
     for field in fields:
         default = defaults.get(field.name, field.default)
         flag, kind = f"--{field.name}", {"type": field.type, "metavar": field.type.__name__}
         text = f"{texts[field.name]} ({default})"
-        if field.type is bool:
-            flag = f"--no_{field.name}" if default else flag
-            kind = {"action": "store_false" if default else "store_true", "dest": field.name}
-            text = f"switch off: {texts[field.name]}" if default else texts[field.name]
-        parser.names.append(flag[2:])
+        if field.type is bool and default:
+            flag, kind = f"--no_{field.name}", {"action": "store_false", "dest": field.name}
+            text = f"switch off: {texts[field.name]}"
+        elif field.type is bool:
+            kind, text = {"action": "store_true"}, texts[field.name]
         parser.add_argument(flag, default=default, help=text.replace("%", "%%"), **kind)
     if positional:
         parser.add_argument("words", metavar=positional, nargs="+")
@@ -86,12 +80,9 @@ def explanations(settings):
 
 
 def prepare(config):
-    """The folders as paths, the device, the seed. UserError where the machine has no such
-    device."""
+    """The folders as paths, the device, the seed."""
     if config.resume and config.overwrite:
         raise UserError("--resume continues a run, --overwrite starts over: give one of them")
-    if not config.out:
-        raise UserError("--out is empty; . means this folder")
     config.data, config.out = Path(config.data), Path(config.out)
     config.out.mkdir(parents=True, exist_ok=True)
     if hasattr(config, "models"):
@@ -102,13 +93,12 @@ def prepare(config):
 
 
 def device_of(config):
-    if config.device not in ("auto", "cpu", "cuda"):
-        raise UserError(f"--device {config.device}: should be auto, cpu or cuda")
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: this PyTorch sees no CUDA GPU; use --device cpu")
-    if config.device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return config.device
+    devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    if config.device not in ("auto", *devices):
+        raise UserError(
+            f"--device {config.device}: PyTorch finds here {' and '.join(devices)} alone"
+        )
+    return devices[0] if config.device == "auto" else config.device
 
 
 def script(main):
@@ -117,8 +107,8 @@ def script(main):
 
     @functools.wraps(main)
     def program(*args, **more):
-        for stream in (sys.stdin, sys.stdout):  # closed, or a notebook's: these cannot
-            if hasattr(stream, "reconfigure"):
+        for stream in (sys.stdin, sys.stdout):
+            if hasattr(stream, "reconfigure"):  # not if it is closed, or a notebook's
                 stream.reconfigure(errors="replace")  # what cannot be shown becomes a question mark
         try:
             return main(*args, **more)
@@ -140,6 +130,8 @@ def explain(error):
     text = (str(error).splitlines() or [""])[0]
     if isinstance(error, UserError):
         return str(error)
+    if isinstance(error, ModuleNotFoundError):
+        return f"the package {error.name} is missing; pip install {error.name}"
     if isinstance(error, FloatingPointError):
         return f"{text}; start over with --overwrite and a smaller --lr"
     if isinstance(error, OSError) and error.strerror:

@@ -6,7 +6,6 @@ frequent pair of neighbours one new token.
 """
 
 import math
-import re
 from collections import Counter, defaultdict
 
 import regex  # comes with tiktoken
@@ -17,9 +16,10 @@ from data.files import UserError
 from data.rows import read_rows
 from minippo import response_mask
 
-# How GPT-2 cuts text into words before any merging; no token ever spans two of these.
-WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LONGEST_TOKEN, LONGEST_WORD = 64, 20_000  # characters; tiktoken fails at a million spaces
+# How GPT-2 cuts text into words before any merging; no token ever spans two of these. (999: tiktoken
+# fails at a million spaces.)
+WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s{1,999}(?!\S)|\s{1,999}"
+LONGEST_TOKEN = 64  # characters
 
 
 def join_pairs(parts, new):
@@ -50,10 +50,6 @@ class Tokenizer:
         )
 
     def encode(self, text):
-        """UserError if a word, or a run of spaces, is longer than any text needs."""
-        longest = max(map(len, re.findall(r"\s+|\S+", text)), default=0)
-        if longest > LONGEST_WORD:
-            raise UserError(f"a text has {longest:,} characters without a break: letters or spaces")
         return self.bpe.encode_ordinary(text)
 
     def decode(self, ids):
@@ -113,28 +109,21 @@ def encode_rows(rows, tokenizer, context):
     Prompt and completions are encoded apart, so that no token crosses the boundary; a completion
     gets its end token. A completion that does not fit is cut, and has no end.
     """
-    encoded, notes, longest = [], Counter(), 0
+    encoded, notes, limit = [], Counter(), f"context of {context} tokens (--context of SFT)"
     for texts in rows:
-        try:
-            prompt, *completions = map(tokenizer.encode, texts)
-        except UserError as error:
-            notes[f"skipped: {error}"] += 1
-            continue
+        prompt, *completions = map(tokenizer.encode, texts)
         whole = [ids + [tokenizer.eos] for ids in completions]
         kept = [ids[: context - len(prompt)] for ids in whole]
-        longest = max(longest, len(prompt) + max(map(len, whole), default=1))
         if not prompt:
             notes["skipped: the prompt is empty"] += 1
         elif len(prompt) >= context:
-            notes["skipped: the prompt leaves no room in the context"] += 1
+            notes[f"skipped: the prompt leaves no room in the {limit}"] += 1
         elif len(kept) == 2 and kept[0] == kept[1]:
             notes["skipped: the two answers are the same"] += 1
         else:
-            notes["cut at the end of the context"] += kept != whole
+            notes[f"cut at the end of the {limit}"] += kept != whole
             encoded.append((prompt, *kept))
     lines = [f"{count:,} {note}" for note, count in notes.items() if count]
-    if longest > context:
-        lines.append(f"the longest has {longest} tokens, the context {context} (--context of SFT)")
     if not encoded:
         raise UserError(f"no row is left: {'; '.join(lines)}")
     for line in lines:

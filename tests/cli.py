@@ -9,7 +9,6 @@ import json
 import os
 import random
 import runpy
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -51,41 +50,10 @@ def run(script, *args, stdin="", root=ROOT):
     return status, out.buffer.getvalue().decode(), err.getvalue()
 
 
-@contextlib.contextmanager
-def edited(folder, *changes):
-    """For its length, `import minippo` and run(..., root=folder) mean a copy of the project, in which
-    (file, text, what stands there instead) have been changed."""
-    others = shutil.ignore_patterns(".*", "__pycache__", "out", "tests", "zoo")
-    shutil.copytree(ROOT, folder, ignore=others, dirs_exist_ok=True)
-    for file, old, new in changes:
-        text = (folder / file).read_text(encoding="utf-8")
-        assert text.count(old) == 1, f"{old!r} should be in {file} once"
-        (folder / file).write_text(text.replace(old, new), encoding="utf-8")
-
-    def unload():
-        own = {"tiny", *(path.stem for path in folder.iterdir())}
-        return {x: sys.modules.pop(x) for x in [*sys.modules] if x.split(".")[0] in own}
-
-    before = unload()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(folder)
-        try:
-            yield folder
-        finally:
-            unload()
-            sys.modules.update(before)
-
-
 def metrics(path):
     """The lines of a log, without what the clock says."""
     rows = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
-    clock = {"tokens_per_second", "seconds"}
-    return [{name: row[name] for name in row if name not in clock} for row in rows]
-
-
-def same_weights(a, b):
-    a, b = (torch.load(path)["model"] for path in (a, b))
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    return [{name: row[name] for name in row if name != "seconds"} for row in rows]
 
 
 # Small data, small models

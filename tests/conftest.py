@@ -6,9 +6,8 @@ import torch
 # The tensors of the tests are tiny: more threads would only wait for each other. And the order of
 # sums, so the last bit of a result, depends on their number.
 torch.set_num_threads(1)
-# What starts the tests may ignore these, as nohup does; a script then does not hear them.
+# What starts the tests may ignore it; a script then does not hear it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)

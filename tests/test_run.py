@@ -1,21 +1,20 @@
 """The steps of a run, across interruptions: plumbing/run.py. Run: python -m pytest tests/test_run.py"""
 
 import errno
-import json
 import shutil
 import signal
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cli import metrics, run, write_data, write_models
-from data.files import UserError
+from data.files import UserError, read_log
 import minippo
 import plumbing.report
+from minippo import GPTConfig, RewardModel
 from plumbing import models, run as room
-from plumbing.run import FitConfig, Run
+from plumbing.run import Run, adamw
 from plumbing.settings import RunConfig
 from plumbing.text import Tokenizer
 from tiny import inf, nan
@@ -45,7 +44,7 @@ def few_answers():
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
-    """-> a function: a new folder with data and the models that a stage starts from."""
+    """-> a function: a new folder with data and the models of the other stages."""
     begun = tmp_path_factory.mktemp("begun")
     write_data(begun / "data")
     write_models(begun)
@@ -57,13 +56,9 @@ def begun(tmp_path_factory):
     return new_folder
 
 
-def words(kind, folder, *more):
+def go(kind, folder, *more):
     flags = f"--device cpu --data {folder}/data --out {folder} {STAGES[kind]}".split()
-    return f"train_{kind}.py", *flags, *more
-
-
-def go(*arguments):
-    return run(*words(*arguments))
+    return run(f"train_{kind}.py", *flags, *more)
 
 
 def results(folder, kind):
@@ -79,11 +74,13 @@ def whole(begun):
     return {kind: results(folder, kind) for kind, folder in folders.items()}
 
 
+PLACES = {"full": (torch, "save"), "report": (plumbing.report, "report")}
+PLACES |= {"best": (room, "save_checkpoint"), "done": (Run, "save")}
+
+
 def stop_in(monkeypatch, call, how):
-    """Stop in that call of gradient_step, or of what `how` names."""
-    place = {"full": (torch, "save"), "report": (plumbing.report, "report")}
-    place |= {"best": (room, "save_checkpoint"), "finish": (Run, "finish"), "done": (Run, "save")}
-    place, calls = place.get(how, (minippo, "gradient_step")), []
+    """Stop in that call of gradient_step, or of what PLACES names."""
+    place, calls = PLACES.get(how, (minippo, "gradient_step")), []
     real = getattr(*place)
 
     def stopping(*arguments, **more):
@@ -101,8 +98,8 @@ def stop_in(monkeypatch, call, how):
     monkeypatch.setattr(*place, stopping)
 
 
-STOPS = "sft 5 SIGINT, sft 1 crash, sft 3 full, sft 3 best, sft 1 finish, sft 1 done, "
-STOPS += "rm 8 SIGTERM, rm 5 crash, rm 1 done, ppo 6 SIGINT, ppo 10 crash, ppo 3 full, ppo 1 report"
+STOPS = "sft 5 SIGINT, sft 1 crash, sft 3 full, sft 3 best, sft 1 done, rm 8 SIGTERM, rm 1 done, "
+STOPS += "ppo 6 SIGINT, ppo 10 crash, ppo 1 report"
 
 
 @pytest.mark.parametrize("stop", STOPS.split(", "))
@@ -125,7 +122,7 @@ def test_a_run_stopped_anywhere_ends_as_if_it_had_not_been(begun, whole, monkeyp
     status, printed, error = go(kind, folder, "--resume")
     assert (status, error) == (0, "") and results(folder, kind) == whole[kind]
     assert ("so this run starts at the beginning" in printed) == (stop == "sft 1 crash")
-    assert not (folder / f"{kind}_best.pt").exists()
+    assert not [*folder.glob("*_best.pt"), *folder.glob(".*.tmp")]
 
 
 @pytest.mark.parametrize("kind", STAGES)
@@ -156,51 +153,45 @@ def test_a_run_goes_on_with_the_same_settings_data_and_models_alone(
 # A Run by itself
 
 
-def begin(out, kind="sft", steps=10, **more):
-    """-> a Run of one weight, without validation."""
-    out.mkdir(exist_ok=True)
-    settings = vars(RunConfig()) | {"out": out, "data": out, "steps": steps, "micro_batch": 0}
-    config, model = SimpleNamespace(**settings | more), torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-    it = Run(kind, config, model, Tokenizer.train([], 257), optimizer, schedule, data=[])
-    it.validate, it.validated = lambda *_: {}, dict
-    return it
+def begin(out, kind="rm", **more):
+    """-> a Run of a tiny reward model."""
+    settings = vars(RunConfig()) | {"out": out, "data": out, "no_report": False}
+    settings |= {"steps": 10, "lr": 0.5, "warmup": 2, "micro_batch": 7}
+    config, model = SimpleNamespace(**settings | more), RewardModel(GPTConfig(257, 4, 1, 1, 4))
+    return Run(kind, config, model, Tokenizer.train([], 257), *adamw(model, config), data=[])
+
+
+def validate(*_):
+    return {"val_loss": 0.25}
 
 
 def finish(out):
     it = begin(out, overwrite=True)
-    for step in it.steps():
-        it.end_step({"loss": step}, [[[1] * 10]])
-    it.done = True
-    it.save()
-    it.path.touch()
+    for _ in it.steps(validate):
+        it.end_step({})
+    it.finish()
 
 
 def test_what_is_there_is_overwritten_on_request_alone(tmp_path, capsys):
     for lost, resume, says in (
         ("", False, "a run is there; --resume continues it, --overwrite starts over"),
         ("", True, "^$"),  # it is finished
-        ("sft.pt", True, "sft.pt is gone; --overwrite makes it again"),
-        ("sft_state.pt", False, "sft.pt: a model is there; --overwrite makes it again"),
-        ("sft_state.pt", True, "sft.pt: a model is there"),
+        ("rm_state.pt", False, "rm.pt: a model is there; --overwrite makes it again"),
+        ("rm_state.pt", True, "rm.pt: a model is there"),
     ):
         finish(tmp_path)
-        (tmp_path / (lost or "rm.pt")).unlink(missing_ok=True)
+        (tmp_path / (lost or "sft.pt")).unlink(missing_ok=True)
         with pytest.raises((UserError, SystemExit), match=says):
             begin(tmp_path, resume=resume)
-    assert "sft.pt is finished; --overwrite makes it again" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("rm.pt is finished; --overwrite makes it again") == 1
     finish(tmp_path)
-    torch.save({**torch.load(tmp_path / "sft_state.pt"), "model": {}}, tmp_path / "sft_state.pt")
-    with pytest.raises(UserError, match="damaged .*; --overwrite starts over"):
-        begin(tmp_path, resume=True)
+    (tmp_path / "rm.pt").unlink()
+    assert [*begin(tmp_path, resume=True).steps()] == []  # so it is written again
 
 
 def test_a_finished_run_of_ppo_whose_report_was_interrupted_makes_it(tmp_path):
-    finish(tmp_path)
-    (tmp_path / "sft_state.pt").rename(tmp_path / "ppo_state.pt")
-    (tmp_path / "sft.pt").rename(tmp_path / "ppo.pt")
-    assert [*begin(tmp_path, "ppo", resume=True, no_report=False).steps()] == []
+    begin(tmp_path, "ppo").finish()
+    begin(tmp_path, "ppo", resume=True)
     for no_report in (True, False):
         with pytest.raises(SystemExit):
             begin(tmp_path, "ppo", resume=True, no_report=no_report)
@@ -209,29 +200,11 @@ def test_a_finished_run_of_ppo_whose_report_was_interrupted_makes_it(tmp_path):
 
 def test_an_earlier_run_is_there_until_the_first_step(tmp_path):
     finish(tmp_path)
-    for name in (".sft.pt.1.tmp", ".sft_state.pt.1.tmp", ".mine.tmp"):
-        (tmp_path / name).touch()
     it = begin(tmp_path, overwrite=True)
-    assert [x.name for x in tmp_path.glob(".*.tmp")] == [".mine.tmp"]  # half written ones go
-    assert next(it.steps()) == 0 and len(metrics(it.log_path)) == 10
+    assert next(it.steps(validate)) == 0 and len(metrics(it.log_path)) == 10
     it.save = lambda: None  # killed before its first save
-    it.end_step({}, [[[1]]])
+    it.end_step({})
     assert not it.state_path.exists() and len(metrics(it.log_path)) == 1
-
-
-def test_a_line_that_cannot_be_written_names_its_file_and_every_line_is_strict_json(tmp_path):
-    it = begin(tmp_path)
-    next(it.steps())
-    it.end_step({"loss": nan, "kl": -inf, "text": "é"}, [[[1]]])
-    (line,) = metrics(it.log_path)  # no NaN, no Infinity
-    assert line == {"step": 1, "loss": None, "kl": None, "text": "é", "lr": 0.5}
-
-    def full(_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    it.log = SimpleNamespace(write=full)
-    with pytest.raises(UserError, match=r"sft.jsonl: cannot be written \(No space left on device"):
-        it.end_step({"loss": 1.0}, [[[1]]])
 
 
 @pytest.fixture
@@ -239,12 +212,12 @@ def clock(monkeypatch):
     """Time passes when a test says so."""
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(room, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(room, "VALIDATIONS", 2)
     return clock
 
 
-def timed(clock, seconds, out, **more):
+def timed(clock, seconds, it):
     """Steps of so many seconds -> after which of them the state was saved."""
-    it = begin(out, **more)
     saves, save = [], it.save
 
     def noted_save():
@@ -252,112 +225,75 @@ def timed(clock, seconds, out, **more):
         saves.append(it.step), save()
 
     it.save = noted_save
-    for step, passed in zip(it.steps(), seconds):
+    for _, passed in zip(it.steps(validate if it.kind == "rm" else None), seconds):
         clock.now += passed
-        figures = {"val_loss": 0.25} if step == 1 else {}
-        it.end_step({"loss": 0.5, "idle": 1} | figures, [[[1] * 40, [2] * 60]])
         it.optimizer.step(), it.parts["schedule"].step()
+        it.end_step({"loss": 0.5, "idle": nan, "text": "é"}, "a rollout")
     return saves
 
 
-def test_the_state_is_saved_every_30_seconds_but_rarely_if_that_takes_long(
+def test_state_and_page_are_written_every_30_seconds_but_rarely_if_that_takes_long(
     tmp_path, monkeypatch, clock
 ):
-    write, pauses = room.write_contents, iter([3, 0, 0, 0])
+    it, write = begin(tmp_path, "ppo", steps=13), room.write_contents
+    pauses, pages = [0, 0, 0, 3], []
 
     def slow_at_first(*arguments):
-        clock.now += next(pauses)
+        clock.now += pauses.pop()
         write(*arguments)
 
     monkeypatch.setattr(room, "write_contents", slow_at_first)
-    assert timed(clock, [10] * 13, tmp_path, steps=13) == [1, 8, 12, 13]
+    monkeypatch.setattr(room, "watch", lambda *x: {"judge": 1.5} if x[0] is it else x)
+    monkeypatch.setattr(room, "write_page", lambda *x: pages.append((it.step, *x)))
+    it.config.models = tmp_path
+    saves = timed(clock, [10] * 13, it)
+    assert saves == [1, 8, 12, 13]
+    assert pages == [(step, tmp_path, tmp_path, it.settings, None) for step in saves]
+    assert {line["judge"] for line in metrics(it.log_path)} == {1.5}
 
 
 def test_the_screen_and_the_log_show_steps_their_time_and_the_learning_rate(
     tmp_path, capsys, clock
 ):
-    timed(clock, [1, 1, 1, 1, 1, 1.5, 1, 60], tmp_path, steps=8)
+    it = begin(tmp_path, steps=8)
+    timed(clock, [1, 1, 1, 1, 1, 2.5, 1.5, 60], it)
     assert capsys.readouterr().out.splitlines() == [
-        "step    2/8  loss 0.5  val_loss 0.25  100 tokens/s  0:02, 0:06 left",
-        "step    6/8  loss 0.5  67 tokens/s  0:06, 0:02 left",
-        "step    8/8  loss 0.5  2 tokens/s  1:07, 0:00 left",
+        "step    4/8  loss 0.5  val_loss 0.25  0:04, 0:04 left",
+        "step    7/8  loss 0.5  0:09, 0:01 left",
+        "step    8/8  loss 0.5  val_loss 0.25  1:09, 0:00 left",
     ]
-    line = {"step": 6, "loss": 0.5, "idle": 1, "lr": 0.5 / 6}
-    line |= {"tokens_per_second": 67, "seconds": 6.5}
-    assert json.loads((tmp_path / "sft.jsonl").read_text().splitlines()[5]) == line
-    timed(clock, [2], tmp_path, steps=8, resume=True)  # nothing is left to do
-    assert len((tmp_path / "sft.jsonl").read_text().splitlines()) == 8
+    line = {"step": 6, "loss": 0.5, "idle": None, "text": "é", "lr": 0.5 * 3 / 8, "seconds": 7.5}
+    assert read_log(it.log_path)[5] == line
+    timed(clock, [2], begin(tmp_path, steps=8, resume=True))  # nothing is left to do
+    assert len(read_log(it.log_path)) == 8
 
 
-def test_a_page_is_written_every_minute_while_ppo_runs(tmp_path, monkeypatch, clock):
-    it, pages = begin(tmp_path, kind="ppo"), []
-    it.validate, it.config.models = None, tmp_path
-    monkeypatch.setattr(room, "watch", lambda *_: {"judge": 1.5})
-    monkeypatch.setattr(room, "write_page", lambda *x: pages.append((it.step, *x)))
-    for _ in it.steps():
-        clock.now += 25
-        it.end_step({}, {"mask": torch.ones(200, 3).bool()})
-    assert pages == [(step, tmp_path, tmp_path, it.settings, None) for step in (3, 6, 9)]
-    line = json.loads(it.log_path.read_text().splitlines()[0])
-    assert (line["judge"], line["tokens_per_second"]) == (1.5, 200 * 4 // 25)
-
-
-def test_tensorboard_has_each_number_at_its_step(tmp_path, monkeypatch, clock):
+def test_tensorboard_has_each_number_at_its_step(tmp_path, clock):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    timed(clock, [2, 2.5, 3], tmp_path, steps=3, tensorboard=True)
-    board = EventAccumulator(str(tmp_path / "tensorboard"))
-    events = board.Reload().Scalars("sft/seconds")
+    timed(clock, [2, 2.5, 3], begin(tmp_path, steps=3, tensorboard=True))
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    events = board.Scalars("rm/seconds")
     assert [(x.step, x.value) for x in events] == [(1, 2.0), (2, 4.5), (3, 7.5)]
-    assert [x.value for x in board.Scalars("sft/val_loss")] == [0.25]
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UserError, match="--tensorboard needs a package .* pip install tensorboard"):
-        begin(tmp_path, tensorboard=True, overwrite=True)
-
-
-# --------------------------------------------------------------------------------------------------
-# Steps and validations
-
-
-def test_fewer_steps_than_asked_for_are_said(capsys):
-    for epochs, steps, says in (
-        (2, 6, "6 steps, not 30: --epochs 2 of 171 rows\n"),
-        (12, 30, ""),
-        (10, 27, "27 steps, not 30: --epochs 10 of 171 rows\n"),
-    ):
-        config = FitConfig(steps=30, epochs=epochs, batch_size=64)
-        config.limit_steps(171)
-        assert (config.steps, capsys.readouterr().out) == (steps, says)
+    assert [x.step for x in board.Scalars("rm/val_loss")] == [2, 3]
 
 
 def test_validation_comes_ten_times_the_best_weights_are_kept_and_infinity_stops(tmp_path):
-    it = begin(tmp_path, steps=25)
-    del it.validated
+    it, calls = begin(tmp_path, steps=25), []
     losses = iter([5.0, 4.0, 3.0, 3.0, 6.0, 7.0, 8.0, 9.0, 9.0, 9.0, 1.0, inf])
-    sizes, saved = [], []
-    it.val_rows = [*range(2500)]
 
     def validate(model, rows, size):
-        assert not model.training
-        sizes.append((it.step, len(rows), size))
+        assert not model.training and rows == sorted(rows) and size == 7
+        calls.append((it.step, len(rows)))
         return {"val_loss": next(losses)}
 
-    it.validate, it.model.config = validate, SimpleNamespace()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "save_checkpoint", lambda path, *_: saved.append((it.step, path.name)))
-        for _ in it.steps():
-            it.end_step({}, [[[1]]])
-            assert it.model.training
-        assert [x[0] for x in sizes] == [3, 5, 8, 10, 13, 15, 18, 20, 23, 25]
-        assert {x[1:] for x in sizes} == {(834, 0)}
-        assert saved == [(step, "sft_best.pt") for step in (3, 5, 8, 10)] and it.best_step == 10
-        patch.setattr(
-            room, "read_contents", lambda *_: {"model": torch.nn.Linear(1, 1).state_dict()}
-        )
-        it.config.micro_batch = 7
-        assert it.load_best() == {"val_loss": 1.0} and sizes[-1][1:] == (2500, 7)
-        assert not it.model.training
-        it.step = 25
-        with pytest.raises(FloatingPointError, match="step 25: the validation loss is inf"):
-            it.validated()
+    for step in it.steps(validate, [[[0] * (i % 5)] for i in range(2500)]):
+        it.model.mean.fill_(step + 1)
+        it.end_step({})
+        assert it.model.training
+    assert calls == [(step, 834) for step in (3, 5, 8, 10, 13, 15, 18, 20, 23, 25)]
+    assert it.load_best() == {"val_loss": 1.0} and calls[-1] == (25, 2500)
+    assert it.model.mean == 10 and not it.model.training
+    with pytest.raises(FloatingPointError, match="step 25: the validation loss is inf"):
+        it.validated()
