@@ -52,10 +52,9 @@ def main():
     prompts = rng.choices(prompts, k=config.pairs)
     pairs = [dict(zip(KEYS["pref"], row)) for row in load_rows(data / "pref_train.jsonl", "pref")]
     for part in in_parts(prompts, 256):
-        tokens, mask, *_ = generate(policy, part, longest, temperature)
-        others = generate(ref, part, longest, temperature)
-        texts, answers = texts_of(tokenizer, tokens, mask)
-        for prompt, a, b in zip(texts, answers, texts_of(tokenizer, *others[:2])[1]):
+        sampled = [generate(model, part, longest, temperature)[:2] for model in (policy, ref)]
+        (texts, ours), (_, others) = (texts_of(tokenizer, *rows) for rows in sampled)
+        for prompt, a, b in zip(texts, ours, others):
             if a != b:
                 pairs.append(label(rng, prompt, a, b))
     for path in data.glob("pr*_*.jsonl"):

@@ -51,7 +51,7 @@ def main():
     arguments = trl.GRPOConfig(
         output_dir=str(config.out),
         seed=config.seed,
-        use_cpu=config.device == "cpu",
+        use_cpu=process.device.type == "cpu",
         bf16=False,
         save_strategy="no",
         per_device_train_batch_size=B // M // processes,

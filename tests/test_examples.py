@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cli import CPU, PPO, run, stage, write_data, write_models
+from cli import CPU, FLAGS, PPO, run, shell, stage, write_data, write_models
 from data.files import UserError
 from data.rows import load_rows
 from examples import ensemble, sums
@@ -63,8 +63,6 @@ def test_an_ensemble_scores_by_the_mean_or_the_lowest_of_its_members(made, tmp_p
     config, expected = SimpleNamespace(models=folder), []
     ids, mask, *_ = generate(load_checkpoint(made / "sft.pt", ["sft"])[0], [[1, 2], [3, 4]] * 4, 8)
     model, tokenizer, figures = load_checkpoint(made / "rm.pt", ["rm"])
-    with pytest.raises(UserError, match="should be made from"):
-        ensemble.mean(ids, mask, config)
     for i in (1, 2, 10):
         stir(model, 0.1)
         save_checkpoint(folder / f"ensemble/{i}/rm.pt", "rm", model, tokenizer, **figures)
@@ -153,3 +151,14 @@ def test_what_trl_trains_with_means_what_ours_does(made, tmp_path, monkeypatch):
     )
     assert_equal(weights(trained), weights(it.model))
     assert 0.01 < (weights(trained.trunk) - weights(ref.trunk)).norm() < 10
+
+
+def test_two_processes_share_the_responses_of_an_iteration(made, tmp_path):
+    pytest.importorskip("trl")
+    flags = "--data", made / "data", "--models", made, "--out", tmp_path, *FLAGS["ppo"]
+    torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", 2
+    ended = shell(*torchrun, "-m", "examples.outgrow", *flags)
+    assert ended.returncode == 0 and ended.stdout.count("saved ") == 1, ended.stderr
+    words = "'train_runtime': '([^']+)', 'train_samples_per_second': '([^']+)'"
+    seconds, rate = map(float, re.search(words, ended.stdout).groups())
+    assert seconds * rate == pytest.approx(3 * 8, rel=0.01)

@@ -21,8 +21,8 @@ from minippo import PPOConfig, evaluate_actions, frozen_copy
 from plumbing import settings
 from plumbing.models import load_checkpoint
 from plumbing.text import pad_completions, read_ids
-from tiny import all_responses, assert_equal, gradient, padded_otherwise, random_batch, tiny_gpt
-from tiny import weights
+from test_exact import Task
+from tiny import assert_equal, gradient, padded_otherwise, random_batch, tiny_gpt, weights
 from train_sft import sft_loss
 from variations import GroupConfig
 
@@ -40,79 +40,61 @@ def algorithm_of(name, values):
     return config, module.compute_advantages, module.loss
 
 
-# The expected step: the losses, as sums, of all groups of k responses to a prompt are added up,
-# times the probabilities of the groups.
-
-BETA, HEAT = 0.3, 0.7
-
-
-class Task:
-    """Three tokens, the last of which ends a response. Every response is a row."""
-
-    def __init__(self):
-        self.policy, self.ref = tiny_gpt(3), frozen_copy(tiny_gpt(3))
-        rows = [(prompt, y) for prompt in ([1, 0, 1], [0, 1]) for y in all_responses(3, 2)]
-        self.tokens, self.mask = pad_completions(rows)
-        self.groups = torch.arange(len(rows)).view(2, -1)  # the rows of each prompt
-        self.scores = torch.randn(len(rows), dtype=torch.float64)
-        now, values, _ = evaluate_actions(self.policy, self.tokens, self.mask, HEAT)
-        then, *_ = evaluate_actions(self.ref, self.tokens, self.mask, HEAT)
-        self.log_p, self.p = now.sum(1), now.sum(1).exp()  # (B,), with gradients
-        self.rewards = self.scores - BETA * (now - then).sum(1)
-        batch = {"tokens": self.tokens, "mask": self.mask, "scores": self.scores}
-        batch |= {"old_logprobs": now, "ref_logprobs": then, "old_values": values}
-        self.batch = {name: x.detach() for name, x in batch.items()}
-
-    def expected_loss(self, name, own):
-        values = {"temperature": HEAT, "kl_coef": BETA} | own
-        config, compute_advantages, loss_of = algorithm_of(name, values)
-        total, k = 0.0, config.k
-        for rows in self.groups.tolist():
-            for group in map(list, itertools.product(rows, repeat=k)):
-                batch = part(self.batch, group)
-                batch |= compute_advantages(batch, config)
-                terms = batch["advantages"] > 0 if name == "raft" else batch["mask"]
-                loss, _ = loss_of(self.policy, batch, config)
-                total = total + self.p.detach()[group].prod() * terms.sum() * loss / k
-        return total
+def expected_loss(task, name, own):
+    """The losses, as sums over tokens, of all groups of k responses to a prompt, each times the
+    probability of the group."""
+    values = {"temperature": task.temperature, "kl_coef": task.kl_coef} | own
+    config, compute_advantages, loss_of = algorithm_of(name, values)
+    record, p, total = task.record(), task.chances()[:, 0], 0.0
+    for rows in torch.arange(len(p)).view(3, -1).tolist():
+        for group in map(list, itertools.product(rows, repeat=config.k)):
+            batch = part(record, group)
+            batch |= compute_advantages(batch, config)
+            terms = batch["advantages"] > 0 if name == "raft" else batch["mask"]
+            loss, _ = loss_of(task.policy, batch, config)
+            total = total + p[group].prod() * terms.sum() * loss / config.k
+    return total
 
 
-def objective(task):
-    """J"""
-    return (task.p * task.rewards).sum()
+def by_prompt(task):
+    """log p, score and score - beta KL of the responses to each prompt: (3, 7) each."""
+    log_p, log_ref = (task.evaluate(x)[0].sum(1) for x in (task.policy, task.ref))
+    rewards = task.scores - task.kl_coef * (log_p - log_ref).detach()
+    return (x.view(3, -1) for x in (log_p, task.scores, rewards))
 
 
 def k3(task):
-    """- beta KL(ref || pi), summed over the states; which are visited counts as given."""
-    a, b = (x(task.tokens[:, :-1])[0] / HEAT for x in (task.ref, task.policy))
+    """- beta KL(ref || pi)"""
+    a, b = (x(task.tokens[:, :-1])[0] / task.temperature for x in (task.ref, task.policy))
     kl = (a.softmax(-1) * (a.log_softmax(-1) - b.log_softmax(-1))).sum(-1)
-    return -BETA * (task.mask * task.p.detach()[:, None] * kl).sum()
+    return -task.kl_coef * task.in_states_visited(kl)
 
 
 def half_of_the_score(task):
-    return (task.p * task.scores).sum() / 2 + k3(task)  # (k - 1) / k
+    log_p, scores, _ = by_prompt(task)
+    return (log_p.exp() * scores).sum() / 2 + k3(task)  # (k - 1) / k
 
 
 def wins(task):
     """P(win) - P(lose) against another sample."""
-    p, scores = task.p[task.groups], task.scores[task.groups]
-    gap = scores[:, :, None] - scores[:, None]
+    log_p, scores, _ = by_prompt(task)
+    gap, p = scores[:, :, None] - scores[:, None], log_p.exp()
     sign = gap / (gap.abs() + 1e-4 * math.sqrt(2))  # nearly
     return math.sqrt(0.5) * (p[:, :, None] * p.detach()[:, None] * sign).sum() + k3(task)
 
 
 def best_of_two(task):
     """p_2 log pi"""
-    rewards, log_p = task.rewards[task.groups], task.log_p[task.groups]
+    log_p, _, rewards = by_prompt(task)
     p = log_p.detach().exp()
     at_most = (p[:, None] * (rewards[:, None] <= rewards[:, :, None])).sum(2)
     return ((at_most**2 - (at_most - p) ** 2) * log_p).sum() / 2
 
 
 CLAIMS = [  # algorithm, its settings, and what the step is the gradient of
-    ("reinforce", {}, objective),
-    ("reinforce", {"total": True, "baseline": True, "vf_coef": 0.0}, objective),
-    ("rloo", {"k": 2}, objective),
+    ("reinforce", {}, Task.objective),
+    ("reinforce", {"total": True, "baseline": True, "vf_coef": 0.0}, Task.objective),
+    ("rloo", {"k": 2}, Task.objective),
     ("grpo", {"k": 2, "length": False, "std": False}, half_of_the_score),
     ("grpo", {"k": 2, "length": False, "sequence": True}, wins),
     ("raft", {"k": 2}, best_of_two),
@@ -121,10 +103,10 @@ CLAIMS = [  # algorithm, its settings, and what the step is the gradient of
 
 @pytest.mark.parametrize("name, own, claim", CLAIMS)
 def test_the_expected_step_is_the_gradient_of_what_the_docstring_says(name, own, claim):
-    task = Task()
+    task = Task(vocab_size=3, horizon=2, temperature=0.7, kl_coef=0.3)
     exact = gradient(claim(task), task.policy)
     assert exact.norm() > 1e-2
-    assert_equal(gradient(task.expected_loss(name, own), task.policy), -exact, 1e-9)
+    assert_equal(gradient(expected_loss(task, name, own), task.policy), -exact, 1e-9)
 
 
 # The loss of any batch is a mean over tokens of terms: here they are once more, row by row.
@@ -154,10 +136,7 @@ def grpo(x, c):
 
 
 def ppo_penalty(x, c):
-    near = x.old_values + (x.value - x.old_values).clamp(-c.value_clip, c.value_clip)
-    errors = 0.5 * torch.max((x.value - x.returns) ** 2, (near - x.returns) ** 2)
-    kl = x.ratio - 1 - x.ratio.log()
-    return -x.ratio * x.white + c.penalty * kl + c.vf_coef * errors
+    return -x.ratio * x.white + c.penalty * (x.ratio - 1 - x.ratio.log())
 
 
 def raft(x, c):
@@ -175,17 +154,16 @@ PLAIN = [
     (grpo, GROUPS),
     (grpo, GROUPS | {"std": False, "length": False}),
     (grpo, GROUPS | {"sequence": True}),
-    (ppo_penalty, {"penalty": 1.7}),
+    (ppo_penalty, {"penalty": 1.7, "vf_coef": 0.0}),
     (raft, GROUPS),
 ]
 
 
 def read_rows(policy, batch, c):
-    """Six responses, three to a prompt, and their numbers; `white` and returns are PPO's."""
+    """Six responses, three to a prompt, and their numbers; `white`: PPO's advantages."""
     log_p, value, _ = evaluate_actions(policy, batch["tokens"], batch["mask"], c.temperature)
-    ppo = PPOConfig(kl_coef=c.kl_coef, gamma=0.9, lam=0.8)
-    numbers = batch | minippo.compute_advantages(batch, ppo) | {"tokens": batch["mask"]}
-    numbers |= {"white": numbers["advantages"], "log_p": log_p, "value": value}
+    white = minippo.compute_advantages(batch, PPOConfig(kl_coef=c.kl_coef))["advantages"]
+    numbers = batch | {"log_p": log_p, "value": value, "white": white, "tokens": batch["mask"]}
     rows = []
     for i, mask in enumerate(batch["mask"]):
         x = SimpleNamespace(**{n: y[i][mask] if y.dim() > 1 else y[i] for n, y in numbers.items()})
@@ -204,8 +182,7 @@ def read_rows(policy, batch, c):
 def test_the_loss_is_the_mean_of_these_terms_however_it_is_cut_and_padded(terms, own, seed):
     batch, policy = random_batch(seed), tiny_gpt()
     batch["scores"][:3] *= seed != 5  # equal ones
-    values = {"kl_coef": 0.3, "temperature": 0.7, "vf_coef": 0.5, "value_clip": 0.1, "lam": 0.8}
-    values |= {"gamma": 0.9} | own
+    values = {"kl_coef": 0.3, "temperature": 0.7, "vf_coef": 0.5} | own
     config, compute_advantages, loss_of = algorithm_of(terms.__name__, values)
     rows = read_rows(policy, batch, config)
     exact = torch.cat([terms(x, config) for x in rows]).mean()
@@ -233,7 +210,6 @@ def test_a_policy_far_from_the_reference_has_a_finite_loss():
 # As programs
 
 NAMES = "ppo rloo grpo reinforce ppo_penalty ppo_ptx raft dpo".split()
-SCRIPTS = {x: "train_ppo.py" if x == "ppo" else f"variations/{x}.py" for x in NAMES}
 
 
 @pytest.fixture(scope="module")
@@ -247,6 +223,7 @@ def made(tmp_path_factory):
 @pytest.mark.parametrize("name", NAMES)
 def test_each_trains_and_shows_no_setting_that_it_does_not_read(made, tmp_path, monkeypatch, name):
     reads, prepare = set(), settings.prepare
+    script = "train_ppo.py" if name == "ppo" else f"variations/{name}.py"
 
     def prepare_and_note(config):
         prepare(config)
@@ -260,8 +237,8 @@ def test_each_trains_and_shows_no_setting_that_it_does_not_read(made, tmp_path, 
 
     monkeypatch.setattr(settings, "prepare", prepare_and_note)
     flags = [*FLAGS["ppo"], "--data", made / "data", "--models", made, "--out", tmp_path]
-    assert run(SCRIPTS[name], *flags)[::2] == (0, "")
-    printed = run(SCRIPTS[name], "-h")[1]
+    assert run(script, *flags)[::2] == (0, "")
+    printed = run(script, "-h")[1]
     shown = {*re.findall(r"(?m)^  --(\w+)", printed)} - {"overwrite"}  # which prepare() reads
     assert not {x for x in shown if not {x, x.removeprefix("no_")} & reads} and len(shown) > 15
     assert name == "ppo" or f"(out/{name})" in printed

@@ -16,9 +16,9 @@ k3      q - 1 - log q as a loss has the gradient of KL(ref || pi); PPO's J has K
 
 With --no_std --no_length it is nearly Dr. GRPO (arXiv:2503.20783, which divides by a constant).
 
-With --sequence it is GSPO (arXiv:2507.18071): the whole response is the action, and has one ratio.
-The product of its tokens' ratios would soon leave the clip range; GSPO takes their geometric mean,
-and a clip of 3e-4 to 4e-4.
+With --sequence it is GSPO (arXiv:2507.18071): the whole response is one action, with one ratio. The
+product of its tokens' ratios would soon leave the clip range. GSPO takes their geometric mean, and
+clips it at 1 - 3e-4 and 1 + 4e-4: give a small --clip_eps.
 """
 
 from dataclasses import dataclass
