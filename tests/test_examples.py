@@ -44,6 +44,7 @@ def test_sums_are_right_in_two_of_five_demonstrations_and_known_to_the_score(tmp
     assert prompts["sft_train"] == prompts["prompts_train"]
     assert prompts["sft_val"] == prompts["prompts_val"]
     assert not prompts["sft_train"] & prompts["sft_val"]
+    assert len({prompt.split()[0] for prompt in prompts["sft_val"]}) == 100  # of all numbers
     errors = Counter()
     for prompt, answer in rows["sft_train"]:
         a, b = map(int, re.fullmatch(r"(\d\d?) \+ (\d\d?) =", prompt).groups())

@@ -199,6 +199,12 @@ def test_a_policy_far_from_the_reference_has_a_finite_loss():
     assert loss_of(tiny_gpt(), batch | compute_advantages(batch, config), config)[0].isfinite()
 
 
+@pytest.mark.parametrize("wrong", [{"k": 1}, {"temperature": 0.0}])
+def test_groups_refuse_one_response_and_what_all_algorithms_refuse(wrong):
+    with pytest.raises(ValueError, match="should be"):
+        GroupConfig(**wrong)
+
+
 # As programs
 
 NAMES = "ppo rloo grpo reinforce ppo_penalty ppo_ptx raft dpo".split()
