@@ -20,18 +20,22 @@ from plumbing.text import read_prompts
 
 
 @dataclass
-class TrainConfig:  # the same for every algorithm
+class StageConfig:  # of all that trains a policy
     steps: int = 450  # iterations
     batch_size: int = 128  # responses per iteration
     lr: float = 8e-4  # peak learning rate of AdamW; falls linearly to 0
     warmup: int = 5  # iterations in which the learning rate climbs to its peak
     adam_eps: float = 1e-4  # Adam's epsilon; weights with tiny, noisy gradients move less
-    kl_target: float = 0.0  # adapt beta to hold the KL at this many nats; 0: beta is fixed
-    ref_update_every: int = 0  # copy the policy into ref every so many iterations; 0: never
     models: str = ""  # folder of sft.pt and rm.pt; if empty, --out, or the folder above
     policy: str = ""  # checkpoint to start from, out/ppo.pt for a second round; sft.pt otherwise
     reward: str = ""  # module:function, (prompts, responses), lists of texts -> list of numbers
     no_report: bool = False  # end without measuring the result on the validation prompts
+
+
+@dataclass
+class TrainConfig(StageConfig):  # the same for every algorithm
+    kl_target: float = 0.0  # adapt beta to hold the KL at this many nats; 0: beta is fixed
+    ref_update_every: int = 0  # copy the policy into ref every so many iterations; 0: never
 
 
 @dataclass

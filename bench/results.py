@@ -64,7 +64,6 @@ NEIGHBOURS = {  # with what a search on seed 0 found
     "PPO": "train_ppo.py",
     "PPO, separate critic": "train_ppo.py --separate_critic --lr 4e-4 --minibatches 8",
     "PPO, KL penalty": "-m variations.ppo_penalty --lr 4e-4",
-    "PPO, ratio of GSPO": "-m variations.gspo --lr 1.6e-3 --clip_eps 0.01",
     "REINFORCE, reward-to-go": "-m variations.reinforce --lr 4e-4",
     "REINFORCE, less the value": "-m variations.reinforce --baseline",
     "RLOO": "-m variations.rloo --k 8",

@@ -34,50 +34,34 @@ class IterateConfig:
     pairs: int = 8000  # new pairs, less those of two equal answers
     device: str = "auto"  # auto, cpu or cuda
     seed: int = 0  # of prompts, answers and labels
-    overwrite: bool = False  # replace the pairs that are in --out already
 
 
 @script
 def main():
     config = read_flags(__doc__, IterateConfig, run=False)
     data, out, config.models = Path(config.data), Path(config.out), Path(config.models)
-    if (out / "data/pref_train.jsonl").exists() and not config.overwrite:
-        raise UserError(f"{out}/data/pref_train.jsonl: is there already; --overwrite replaces it")
+    if (out / "data").exists():
+        raise UserError(f"{out}/data: is there already; remove it to make it again")
     config.device, config.policy, config.reward = device_of(config), out / "ppo.pt", ""
     policy, ref, _, tokenizer = load_models(config)
-    pairs = [dict(zip(KEYS["pref"], row)) for row in load_rows(data / "pref_train.jsonl", "pref")]
+    state = read_contents(out / "ppo_state.pt", ["state"], "train_ppo.py makes it")
+    longest, temperature = (state["settings"][x] for x in ("max_new_tokens", "temperature"))
     rng, label = random.Random(config.seed), load_function(config.label)
-    labelled(label, random.Random(), *pairs[0].values())  # a mistake shows before the sampling
+    torch.manual_seed(config.seed)
     prompts = read_prompts(data, "train", tokenizer, policy.config.context)
     prompts = rng.choices(prompts, k=config.pairs)
-    settings = read_contents(out / "ppo_state.pt", ["state"], "train_ppo.py makes it")["settings"]
-    torch.manual_seed(config.seed)
-    answers = []
-    for model in (policy, ref):
-        texts = []
-        for part in in_parts(prompts, 256):
-            sampled = generate(model, part, settings["max_new_tokens"], settings["temperature"])
-            texts += zip(*texts_of(tokenizer, *sampled[:2]))
-        answers.append(texts)
-    for (prompt, a), (_, b) in zip(*answers):
-        if a != b:
-            pairs.append(labelled(label, rng, prompt, a, b))
-    write_file(
-        out / "sft.pt", (config.models / "sft.pt").read_bytes()
-    )  # train_rm.py wants it there
+    pairs = [dict(zip(KEYS["pref"], row)) for row in load_rows(data / "pref_train.jsonl", "pref")]
+    for part in in_parts(prompts, 256):
+        sampled = [generate(model, part, longest, temperature)[:2] for model in (policy, ref)]
+        (texts, ours), (_, others) = (texts_of(tokenizer, *rows) for rows in sampled)
+        for prompt, a, b in zip(texts, ours, others):
+            if a != b:
+                pairs.append(label(rng, prompt, a, b))
     for path in data.glob("pr*_*.jsonl"):
         write_file(out / "data" / path.name, path.read_bytes())
     write_jsonl(out / "data/pref_train.jsonl", pairs)
+    write_file(out / "sft.pt", (config.models / "sft.pt").read_bytes())  # for the next round
     print(f"{out}/data: {len(pairs):,} pairs")
-
-
-def labelled(label, rng, *texts):
-    """What label() makes of a prompt and two answers; UserError if that is no row of a pair."""
-    row = label(rng, *texts)
-    if not isinstance(row, dict) or any(type(row.get(key)) is not str for key in KEYS["pref"]):
-        keys = ", ".join(KEYS["pref"])
-        raise UserError(f"--label: should return a dict of texts, {keys}, not {repr(row)[:80]}")
-    return row
 
 
 if __name__ == "__main__":

@@ -16,62 +16,49 @@ same x. So put this r into it, and train pi on the pairs (chosen, rejected). The
     IPO = (h - 1 / (2 beta))^2            Azar et al., arXiv:2310.12036, eq. 17: h has a target
 
 Scores have standard deviation 1, r does not: the same --kl_coef penalises differently. rm.pt and
-the samples are for the log and the report alone.
+the 32 responses of an iteration are for the log and the report alone.
 """
 
 from dataclasses import dataclass
 
-import torch.nn.functional as F
-
-from minippo import backward, batch_metrics, evaluate_actions, gradient_step, merge, rollout
+from minippo import backward, batch_metrics, evaluate_actions, gradient_step, merge
+from minippo import reward_model_loss, rollout
 from plumbing.models import load_models
 from plumbing.report import report
 from plumbing.run import Run, adamw
 from plumbing.settings import read_flags, script
 from plumbing.text import in_parts, pad_completions, read_ids
+from train_ppo import StageConfig
 
 
 @dataclass
-class Settings:
-    steps: int = 450  # iterations
+class Settings(StageConfig):
     batch_size: int = 128  # pairs per iteration
     minibatches: int = 4  # gradient steps per iteration
     micro_batch: int = 0  # pairs in memory at once; 0: all of them
-    lr: float = 8e-4  # peak learning rate of AdamW; it falls linearly to 0
-    warmup: int = 5  # iterations in which the learning rate climbs to its peak
-    adam_eps: float = 1e-4  # Adam's epsilon; weights of tiny, noisy gradients move less
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
     kl_coef: float = 0.1  # beta
     ipo: bool = False  # the loss of IPO instead
-    samples: int = 32  # responses per iteration, for the log
-    max_new_tokens: int = 48  # longest of these responses, in tokens
     temperature: float = 1.0  # divides the logits, in sampling and in every log pi
+    max_new_tokens: int = 48  # longest of the responses for the log, in tokens
     length_penalty: float = 0.0  # subtracted from their score for each token
     missing_eos_penalty: float = 1.0  # subtracted if one was cut off
-    models: str = ""  # folder of sft.pt and rm.pt; if empty, --out, or the folder above
-    policy: str = ""  # checkpoint to start from; sft.pt if not given
-    reward: str = ""  # module:function that scores the samples instead of the reward model
-    no_report: bool = False  # end without measuring the result on the validation prompts
 
     def __post_init__(self):
         if not (self.kl_coef > 0 and self.temperature > 0):
             raise ValueError("kl_coef and temperature: should be above 0")
 
 
-def dpo_loss(chosen, rejected, beta, ipo=False):
-    """log(pi / ref) of chosen and rejected answers, (B,) each -> mean over the pairs, stats."""
-    h = chosen - rejected
-    losses = (h - 1 / (2 * beta)) ** 2 if ipo else -F.logsigmoid(beta * h)
-    loss, accuracy = losses.mean(), (h > 0).float().mean() + 0.5 * (h == 0).float().mean()
-    return loss, {"loss": loss.item(), "accuracy": accuracy.item(), "margin": h.mean().item()}
-
-
-def log_ratios(policy, ref, pairs, temperature):
-    """(prompt, chosen, rejected) as ids -> what dpo_loss needs."""
-    rows = [(prompt, answer) for prompt, *answers in pairs for answer in answers]
+def dpo_loss(policy, ref, pairs, config):
+    """(prompt, chosen, rejected) as ids -> mean over the pairs, stats."""
+    rows, beta = [(x, answer) for x, *answers in pairs for answer in answers], config.kl_coef
     tokens, mask = pad_completions(rows, policy.lm_head.weight.device)  # (2B, T), (2B, T-1)
-    a, b = (evaluate_actions(x, tokens, mask, temperature)[0] for x in (policy, ref))
-    return (a - b).sum(1).view(-1, 2).unbind(1)
+    a, b = (evaluate_actions(x, tokens, mask, config.temperature)[0] for x in (policy, ref))
+    chosen, rejected = (a - b).sum(1).view(-1, 2).unbind(1)  # log(pi / ref), (B,) each
+    loss, stats = reward_model_loss(beta * chosen, beta * rejected)
+    if config.ipo:
+        loss = ((chosen - rejected - 1 / (2 * beta)) ** 2).mean()
+    return loss, {"loss": loss.item(), **stats}
 
 
 @script
@@ -83,12 +70,11 @@ def main():
     run = Run("ppo", config, policy, tokenizer, optimizer, schedule, data=pairs, ref=ref)
 
     def loss(pairs):
-        ratios = log_ratios(policy, ref, pairs, config.temperature)
-        return dpo_loss(*ratios, config.kl_coef, config.ipo)
+        return dpo_loss(policy, ref, pairs, config)
 
     for _ in run.steps():
         batch_pairs, steps = run.batch(pairs, config.batch_size), []
-        prompts = [prompt for prompt, *_ in batch_pairs[: config.samples]]
+        prompts = [prompt for prompt, *_ in batch_pairs[:32]]
         batch = rollout(policy, ref, score, prompts, config)  # for the log alone
         for minibatch in in_parts(batch_pairs, -(-len(batch_pairs) // config.minibatches)):
             optimizer.zero_grad()

@@ -15,11 +15,13 @@ tokens  count less in long responses.
 k3      q - 1 - log q as a loss has the gradient of KL(ref || pi); PPO's J has KL(pi || ref).
 
 With --no_std --no_length it is nearly Dr. GRPO (arXiv:2503.20783, which divides by a constant).
+
+With --sequence it is GSPO (arXiv:2507.18071): the whole response is one action, with one ratio. The
+product of its tokens' ratios would soon leave the clip range. GSPO takes their geometric mean, and
+clips it at 1 - 3e-4 and 1 + 4e-4: give a small --clip_eps.
 """
 
 from dataclasses import dataclass
-
-import torch
 
 from minippo import bounded_exp, evaluate_actions, masked_mean, policy_loss
 from train_ppo import train
@@ -31,15 +33,14 @@ class Settings(GroupConfig):
     clip_eps: float = 0.2  # no gain from a ratio further from 1 than this; inf: no clip
     std: bool = True  # divide by the standard deviation of the group
     length: bool = True  # tokens of long responses count less
+    sequence: bool = False  # one ratio for a response, the geometric mean of its tokens' ratios
 
 
 def compute_advantages(batch, config):
     mask, scores = batch["mask"], batch["scores"].view(-1, config.k)  # (B / k, k)
     advantages = scores - scores.mean(1, keepdim=True)
     if config.std:
-        std, largest = scores.std(1, keepdim=True), scores.abs().amax(1, keepdim=True)
-        equal = std <= 8 * torch.finfo(scores.dtype).eps * largest  # but for rounding
-        advantages = torch.where(equal, 0.0, advantages / std)
+        advantages = advantages / (scores.std(1, keepdim=True) + 1e-4)  # equal scores: 0
     # With these weights the mean over all tokens is the mean over responses of their means.
     lengths = mask.sum(1, keepdim=True).to(scores)  # (B, 1)
     weights = mask * (lengths.mean() / lengths if config.length else 1.0)  # (B, T-1)
@@ -47,13 +48,15 @@ def compute_advantages(batch, config):
 
 
 def loss(policy, batch, config):
-    mask, old_logprobs = batch["mask"], batch["old_logprobs"]
+    mask = batch["mask"]
     logprobs, _, _ = evaluate_actions(policy, batch["tokens"], mask, config.temperature)
-    loss, stats = policy_loss(logprobs, old_logprobs, batch["advantages"], mask, config.clip_eps)
+    log_ratio = (logprobs - batch["old_logprobs"]) * mask
+    if config.sequence:
+        log_ratio = mask * log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+    loss, stats = policy_loss(log_ratio, 0 * log_ratio, batch["advantages"], mask, config.clip_eps)
     log_q = (batch["ref_logprobs"] - logprobs) * mask
-    loss = loss + config.kl_coef * masked_mean(
-        batch["weights"] * (bounded_exp(log_q) - 1 - log_q), mask
-    )
+    k3 = masked_mean(batch["weights"] * (bounded_exp(log_q) - 1 - log_q), mask)
+    loss = loss + config.kl_coef * k3
     return loss, {"loss": loss.item(), **stats}
 
 

@@ -13,31 +13,25 @@ sum_a pi(a) = 0.
 import math
 from dataclasses import dataclass
 
-from minippo import PolicyGradientConfig, bounded_exp, compute_advantages, evaluate_actions
-from minippo import masked_mean, policy_loss, value_loss
+import train_ppo
+from minippo import bounded_exp, compute_advantages, evaluate_actions, masked_mean, ppo_loss
 from train_ppo import train
 
 
 @dataclass
-class Settings(PolicyGradientConfig):
-    gamma: float = 1.0  # discount per token
-    lam: float = 1.0  # GAE's lambda: 0 trusts the value function, 1 the sampled return
-    whiten: bool = True  # advantages with mean 0 and standard deviation 1
-    value_clip: float = 0.2  # no gain from a value further from its old one; inf: no clip
-    vf_coef: float = 0.1  # weight of the value loss
+class Settings(train_ppo.Settings):
+    clip_eps: float = math.inf  # no clip
     penalty: float = 1.0  # c, the penalty per nat of KL per token to the old policy
-    separate_critic: bool = False  # a value network of its own, started from the reward model
 
 
 def loss(policy, batch, config):
-    mask, old_logprobs, old_values = batch["mask"], batch["old_logprobs"], batch["old_values"]
-    logprobs, values, _ = evaluate_actions(policy, batch["tokens"], mask, config.temperature)
-    loss, stats = policy_loss(logprobs, old_logprobs, batch["advantages"], mask, math.inf)
-    log_ratio = logprobs - old_logprobs
-    kl = masked_mean(bounded_exp(log_ratio) - 1 - log_ratio, mask)
-    errors, value_stats = value_loss(values, old_values, batch["returns"], mask, config.value_clip)
-    loss = loss + config.penalty * kl + config.vf_coef * errors
-    return loss, {"loss": loss.item(), **stats, **value_stats}
+    loss, stats = ppo_loss(policy, batch, config)
+    mask = batch["mask"]
+    logprobs, _, _ = evaluate_actions(policy, batch["tokens"], mask, config.temperature)
+    log_q = logprobs - batch["old_logprobs"]
+    kl = masked_mean(bounded_exp(log_q) - 1 - log_q, mask)
+    loss = loss + config.penalty * kl
+    return loss, stats | {"loss": loss.item()}
 
 
 if __name__ == "__main__":

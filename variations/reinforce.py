@@ -15,29 +15,25 @@ are not whitened: the mean of the batch would be one more baseline. After the fi
 import math
 from dataclasses import dataclass
 
-import torch
-
-from minippo import PolicyGradientConfig, evaluate_actions, gae, kl_adjusted_rewards, policy_loss
+from minippo import PolicyGradientConfig, evaluate_actions, kl_adjusted_rewards, policy_loss
 from minippo import value_loss
 from train_ppo import train
 
 
 @dataclass
 class Settings(PolicyGradientConfig):
-    vf_coef: float = 0.1  # weight of the value loss, with --baseline
-    separate_critic: bool = False  # a value network of its own, started from the reward model
     total: bool = False  # a token answers for all rewards of the response, not from itself on
     baseline: bool = False  # subtract the value of the state, and train the values
+    vf_coef: float = 0.1  # weight of the value loss, with --baseline
 
 
 def compute_advantages(batch, config):
     old_logprobs, ref_logprobs, mask = batch["old_logprobs"], batch["ref_logprobs"], batch["mask"]
     rewards = kl_adjusted_rewards(batch["scores"], old_logprobs, ref_logprobs, mask, config.kl_coef)
-    values = batch["old_values"] * config.baseline  # (B, T-1)
-    advantages, returns = gae(rewards, values, mask, 1.0, 1.0)  # lam = 1: the return less the value
-    if config.total:  # the rewards before the token too
-        advantages = torch.where(mask, rewards.sum(1, keepdim=True) - values, 0.0)
-    return {"rewards": rewards, "returns": returns, "advantages": advantages}
+    returns = rewards.flip(1).cumsum(1).flip(1) * mask  # at t: r_t + ... + r_T
+    earned = rewards.sum(1, keepdim=True) if config.total else returns
+    advantages = earned - config.baseline * batch["old_values"]  # (B, T-1)
+    return {"rewards": rewards, "returns": returns, "advantages": advantages * mask}
 
 
 def loss(policy, batch, config):
