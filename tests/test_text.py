@@ -64,6 +64,7 @@ def test_any_text_survives_encoding_and_decoding_and_none_gives_the_end_token():
             ids = tokenizer.encode(text)
             assert tokenizer.eos not in ids and tokenizer.decode([*ids, tokenizer.eos]) == text
             assert b"".join(tokenizer.tokens[i] for i in ids) == text.encode()
+    assert tokenizer.decode(tokenizer.encode(" " * 1_000_000)) == " " * 1_000_000
 
 
 def test_the_most_frequent_pair_is_merged_first_with_ties_the_same_everywhere():
