@@ -34,17 +34,14 @@ def likely_tokens(models, tokens, mask, temperature, spell):
 
 
 @torch.no_grad()
-def trace_responses(batch, policy_before, ref_before, policy, tokenizer, temperature):
-    """Some responses of a batch, from the lowest score to the highest, token by token: the numbers
-    of the rollout, the policy's log-probabilities after the update, and the tokens that are likely
-    under the policy before the update, the reference at that time, and the policy after the
-    update."""
+def trace_responses(batch, models, tokenizer, temperature):
+    """Some responses of a batch, from the lowest score to the highest, token by token. models: the
+    policy before the update, the reference at that time, the policy after the update."""
     order = batch["scores"].argsort(stable=True)
     rows = order[torch.linspace(0, len(order) - 1, min(RESPONSES, len(order))).long()]
     batch = {name: x[rows] for name, x in batch.items()}
     tokens, mask = batch["tokens"], batch["mask"]
-    batch["logprobs"], _, _ = evaluate_actions(policy, tokens, mask, temperature)
-    models = policy_before, ref_before, policy
+    batch["logprobs"], _, _ = evaluate_actions(models[-1], tokens, mask, temperature)
     prompts, _ = texts_of(tokenizer, tokens, mask)
     return [
         {
@@ -95,7 +92,7 @@ def watch(run, stats, batch):
         path = config.out / "ppo_traces.jsonl"
         lines = [line for line in read_log(path) if line["step"] < step]
         models = *run.before, run.model
-        responses = trace_responses(batch, *models, run.tokenizer, config.temperature)
+        responses = trace_responses(batch, models, run.tokenizer, config.temperature)
         lines.append(strict({"step": step, "responses": responses}))
         write_file(path, "".join(json.dumps(line) + "\n" for line in lines))
     # PPO sees none of these grades

@@ -31,7 +31,7 @@ KL|KL 1|1|1|5 to 601
 Explained variance|explained 3.6|3.6|3|2 to 601
 Clip fraction|clip fraction 4.6|4.6|4|2 to 601
 Length|length 5.6|5.6|5|2 to 601
-SFT: loss|training 20|validation 21|21|1|1 to 20
+SFT: loss|training 20|validation 21|21|2|2 to 20
 Reward model: loss|training 0.2|validation 1.2|1.2|0.01|1 to 20
 Reward model: accuracy|training 2.2|validation 3.2|3.2|2.01|1 to 20"""
 
@@ -93,16 +93,16 @@ def test_what_json_cannot_hold_is_none_and_a_zero_is_a_point():
 
 
 def test_a_trace_has_the_prompt_the_likeliest_tokens_and_the_numbers_of_the_batch():
-    policy, before, ref = (tiny_gpt() for _ in range(3))
+    before, ref, now = models = [tiny_gpt() for _ in range(3)]
     tokenizer, config = Tokenizer([bytes([65 + i]) for i in range(10)]), minippo.PPOConfig(4)
-    batch = minippo.rollout(policy, policy, lambda x, _: x.sum(1), [[1, 2]], config)
-    (x,) = trace_responses(batch, before, ref, policy, tokenizer, 0.7)
+    batch = minippo.rollout(before, ref, lambda x, _: x.sum(1), [[1, 2]], config)
+    (x,) = trace_responses(batch, models, tokenizer, 0.7)
     tokens, mask = batch["tokens"], batch["mask"]
-    now = minippo.evaluate_actions(policy, tokens, mask, 0.7)[0].detach()
-    assert x["columns"] == minippo.trace(batch | {"logprobs": now}, 0, tokenizer.spell)
+    logprobs = minippo.evaluate_actions(now, tokens, mask, 0.7)[0].detach()
+    assert x["columns"] == minippo.trace(batch | {"logprobs": logprobs}, 0, tokenizer.spell)
     assert (x["prompt"], x["score"]) == ("BC", batch["scores"].item())
     states, actions = tokens[:, :-1], tokens[:, 1:][mask].tolist()
-    chances = [(y(states)[0].detach() / 0.7).softmax(-1)[mask] for y in (before, ref, policy)]
+    chances = [(y(states)[0].detach() / 0.7).softmax(-1)[mask] for y in models]
     chances = torch.stack(chances, -1)
     for p, action, likely in zip(chances, actions, x["likely"], strict=True):
         ids = [*dict.fromkeys([*p[:, 0].argsort(descending=True)[:3].tolist(), action])]
@@ -177,5 +177,5 @@ def test_a_browser_colours_tokens_by_advantage_and_shows_the_numbers_of_one(fold
         assert page.locator("[aria-current]").all_inner_texts() == [tokens.last.inner_text()]
         rows = [x.split("\t")[:2] for x in shown.locator("#numbers tr").all_inner_texts()]
         assert rows == [[title, say(x[-1], 3)] for title, x in columns.items()]
-        likely = ["↵\n", "3.0", "50.0", "25.0", f"{actions[-1]} (sampled)", "6.0", "12.0", "100.0"]
+        likely = ["↵\n", "50.0", "3.0", "25.0", f"{actions[-1]} (sampled)", "12.0", "6.0", "100.0"]
         assert shown.locator("#likely td").all_text_contents() == likely
