@@ -48,7 +48,7 @@ def copy_trunk(source, target):
 
 def read_vocabulary(theirs):
     """Their tokenizer -> ours, which merges in the order of the ids; ValueError if they differ."""
-    byte_of, ids = {character: byte for byte, character in CHARACTERS.items()}, theirs.get_vocab()
+    ids, byte_of = theirs.get_vocab(), {character: byte for byte, character in CHARACTERS.items()}
     *words, end = sorted(ids, key=ids.get)
     if end != END:
         raise ValueError(f"the last token should be {END}")
@@ -92,12 +92,11 @@ def write_tokenizer(tokenizer, folder, context, scorer):
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    ids = {token: i for i, token in enumerate(tokenizer.tokens)}
-    words = {token: "".join(CHARACTERS[byte] for byte in token) for token in ids}
+    words = ["".join(CHARACTERS[byte] for byte in token) for token in tokenizer.tokens]
+    vocabulary = {word: i for i, word in enumerate(words)}
     # tiktoken joins any two neighbours that make a token, theirs only the pairs in its list.
-    pairs = [(token[:i], token[i:]) for token in ids for i in range(1, len(token))]
-    merges = [(words[a], words[b]) for a, b in pairs if a in ids and b in ids]
-    vocabulary = {words[token]: i for token, i in ids.items()}
+    pairs = [(word[:i], word[i:]) for word in words for i in range(1, len(word))]
+    merges = [(a, b) for a, b in pairs if a in vocabulary and b in vocabulary]
     fast = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
     fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = tokenizers.decoders.ByteLevel()
