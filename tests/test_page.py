@@ -21,7 +21,7 @@ ODD, SPELT = (
 )
 BEFORE = {"text": "a\x07b", "score": 1.5, "judge": 0.0, "kl": 2.25}
 REPORT = {"table": {"": ["score"], "SFT": ["0.01 ± 0.02"]}, "notes": ["of note"]}
-REPORT["samples"] = [{"prompt": ODD, "sft": BEFORE, "policy": {"text": "", "kl": -0.001}}]
+REPORT["samples"] = [{"prompt": ODD, "sft": BEFORE, "policy": {"text": " ", "kl": -0.001}}]
 SETTINGS = {"steps": 900, "batch_size": 8, "kl_coef": 0.1, "lr": inf, "seed": 0}
 STAGE = "loss", "val_loss", "accuracy", "val_accuracy"
 PPO = "score", "rlhf_reward", "judge", "explained_variance", "clip_frac", "response_length"
