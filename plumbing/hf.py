@@ -9,7 +9,6 @@ As here, no text gives the end token. The tokenizer of a reward model appends it
 read, and encodes prompt and response apart, if they are two arguments.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,7 +24,6 @@ END = "<|endoftext|>"
 PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
 BYTES = PRINTED + [byte for byte in range(256) if byte not in PRINTED]
 CHARACTERS = dict(zip(BYTES, map(chr, PRINTED + [*range(256, 512)])))
-PLAIN = {"add_special_tokens": False, "split_special_tokens": True}  # any text is text
 
 
 def import_transformers():
@@ -50,16 +48,14 @@ def copy_trunk(source, target):
 
 def read_vocabulary(theirs):
     """Their tokenizer -> ours, which merges in the order of the ids; ValueError if they differ."""
-    byte_of, ids = {character: byte for byte, character in CHARACTERS.items()}, theirs.get_vocab()
+    ids, byte_of = theirs.get_vocab(), {character: byte for byte, character in CHARACTERS.items()}
     *words, end = sorted(ids, key=ids.get)
-    if end != END or len(ids) != 1 + max(ids.values()):
-        raise ValueError(f"its ids should go from 0 to that of {END}")
-    tokens = [bytes(byte_of.get(x, 0) for x in word) for word in words]
-    ours = Tokenizer(tokens)
-    texts = [token.decode(errors="ignore") for token in tokens]
-    texts = ["\n".join(texts), "it's 12\n\n  e\u0301", f"a{END}"]
-    same = [ours.encode(x) for x in texts] == [theirs.encode(x, **PLAIN) for x in texts]
-    if len({*tokens}) < len(tokens) or not same:
+    if end != END:
+        raise ValueError(f"the last token should be {END}")
+    ours = Tokenizer([bytes(byte_of[character] for character in word) for word in words])
+    texts = [token.decode(errors="ignore") for token in ours.tokens]
+    text = "\n".join([*texts, "it's 12\n\n  e\u0301", END])
+    if ours.encode(text) != theirs.encode(text, split_special_tokens=True):  # any text is text
         raise ValueError("its tokenizer splits text differently from GPT-2's")
     return ours
 
@@ -70,26 +66,23 @@ def read_gpt2(source, bfloat16=False):
     transformers = import_transformers()
     if not Path(source).is_dir():
         transformers.logging.enable_progress_bar()  # of a download
-    hint = "without a network, give a folder with config.json, model.safetensors, vocabulary"
     try:
         theirs, info = transformers.GPT2LMHeadModel.from_pretrained(
             source, output_loading_info=True
         )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-        hint, c = "it should be a GPT-2 language model like OpenAI's", theirs.config
-        tokenizer = read_vocabulary(tokenizer)
-        shape = c.vocab_size, c.n_positions, c.n_layer, c.n_head, c.n_embd
-        model = GPT(GPTConfig(*shape))
+        tokenizer = read_vocabulary(transformers.AutoTokenizer.from_pretrained(source))
+        c = theirs.config
+        model = GPT(GPTConfig(c.vocab_size, c.n_positions, c.n_layer, c.n_head, c.n_embd))
         copy_trunk(theirs.transformer, model.trunk)
         tokens = torch.randint(c.vocab_size, (1, min(9, c.n_positions)))
         gap = (theirs.eval()(tokens).logits - model(tokens)[0]).abs().max()
         if info["missing_keys"] or tokenizer.vocab_size != c.vocab_size or gap > 0.1:
-            lacks = f"{len(info['missing_keys'])} weights are missing"
-            raise ValueError(f"{lacks}, {tokenizer.vocab_size} tokens, logits {gap:.2g} off")
-        model.config.bfloat16 = bfloat16  # not in the comparison
+            raise ValueError(f"weights or tokens are missing, or its logits are {gap:.2g} off")
     except Exception as error:  # each library has its own errors
         reason = f"{type(error).__name__}: {error}".partition("\n")[0][:140]
+        hint = "give gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a folder with such a model"
         raise UserError(f"{source}: could not be read ({reason}); {hint}")
+    model.config.bfloat16 = bfloat16  # not in the comparison
     return model, tokenizer
 
 
@@ -98,23 +91,21 @@ def write_tokenizer(tokenizer, folder, context, scorer):
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    ids = {token: i for i, token in enumerate(tokenizer.tokens)}
-    words = {token: "".join(CHARACTERS[byte] for byte in token) for token in ids}
+    words = ["".join(CHARACTERS[byte] for byte in token) for token in tokenizer.tokens]
+    vocabulary = {word: i for i, word in enumerate(words)}
     # tiktoken joins any two neighbours that make a token, theirs only the pairs in its list.
-    pairs = [(token[:i], token[i:]) for token in ids for i in range(1, len(token))]
-    merges = [(words[a], words[b]) for a, b in pairs if a in ids and b in ids]
-    vocabulary = {words[token]: i for token, i in ids.items()}
+    pairs = [(word[:i], word[i:]) for word in words for i in range(1, len(word))]
+    merges = [(a, b) for a, b in pairs if a in vocabulary and b in vocabulary]
     fast = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
     fast.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     fast.decoder = tokenizers.decoders.ByteLevel()
-    special = dict.fromkeys(("eos_token", "bos_token", "unk_token"), END)
+    # Text that spells the end token is split into ordinary tokens.
+    settings = {"model_max_length": context, "split_special_tokens": True, "eos_token": END}
+    settings["model_input_names"] = ["input_ids", "attention_mask"]  # no types of tokens
     if scorer:
-        special["pad_token"] = "<|pad|>"
+        settings["pad_token"] = "<|pad|>"
         ends = f"$A {END}", f"$A $B {END}", [(END, tokenizer.eos)]
         fast.post_processor = tokenizers.processors.TemplateProcessing(*ends)
-    # Text that spells the end token is split into ordinary tokens.
-    settings = {"model_max_length": context, "split_special_tokens": True, **special}
-    settings["model_input_names"] = ["input_ids", "attention_mask"]  # no types of tokens
     PreTrainedTokenizerFast(tokenizer_object=fast, **settings).save_pretrained(folder)
 
 
@@ -124,20 +115,28 @@ def export(path, folder, overwrite=False):
     loses its score cap, which GPT2ForSequenceClassification cannot store."""
     transformers = import_transformers()
     model, tokenizer, _ = load_checkpoint(path, ("ppo", "sft", "rm"))
-    if Path(folder).is_dir() and any(Path(folder).iterdir()) and not overwrite:
-        raise UserError(f"{folder}: is not empty; give another folder, or --overwrite")
     Path(folder).mkdir(parents=True, exist_ok=True)
+    if any(Path(folder).iterdir()) and not overwrite:
+        raise UserError(f"{folder}: is not empty; give another folder")
     c, trunk, scorer = model.config, model.trunk, isinstance(model, RewardModel)
-    config = {"n_positions": c.context, "n_layer": c.layers, "n_head": c.heads}
-    config |= {"n_embd": c.channels, "vocab_size": c.vocab_size}
-    config |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    config |= dict.fromkeys(("bos_token_id", "eos_token_id"), tokenizer.eos)
+    config = transformers.GPT2Config(
+        vocab_size=c.vocab_size,
+        n_positions=c.context,
+        n_embd=c.channels,
+        n_layer=c.layers,
+        n_head=c.heads,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=tokenizer.eos,
+        eos_token_id=tokenizer.eos,
+    )
     kind = transformers.GPT2LMHeadModel
     if scorer:
-        kind, pad = transformers.GPT2ForSequenceClassification, c.vocab_size
-        config |= {"vocab_size": pad + 1, "pad_token_id": pad}
-        config |= {"num_labels": 1, "problem_type": "regression"}  # a score, not its sigmoid
-    out = kind(transformers.GPT2Config(**config))
+        kind = transformers.GPT2ForSequenceClassification
+        config.num_labels, config.problem_type = 1, "regression"  # a score, not its sigmoid
+        config.vocab_size, config.pad_token_id = c.vocab_size + 1, c.vocab_size
+    out = kind(config)
     if scorer:
         weight = trunk.token_embedding.weight
         weight.data = torch.nn.functional.pad(weight, (0, 0, 0, 1))
@@ -151,19 +150,12 @@ def export(path, folder, overwrite=False):
     print(f"wrote {folder}: {kind.__name__}")
 
 
-@dataclass
-class ExportConfig:
-    overwrite: bool = False  # replace the model that is in FOLDER
-
-
 @script
 def main():
-    config, words = read_flags(
-        __doc__, ExportConfig, run=False, positional="export CHECKPOINT FOLDER"
-    )
+    _, words = read_flags(__doc__, run=False, positional="export CHECKPOINT FOLDER")
     if len(words) != 3 or words[0] != "export":
         raise UserError("give three words: export CHECKPOINT FOLDER (-h explains them)")
-    export(*words[1:], config.overwrite)
+    export(*words[1:])
 
 
 if __name__ == "__main__":

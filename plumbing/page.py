@@ -3,6 +3,7 @@ browser opens from disk. It is plumbing/page.html with the data in it."""
 
 import json
 import math
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ def likely_tokens(models, tokens, mask, temperature, spell):
     hidden = [model.hidden(tokens[None, :-1])[0][0, mask] for model in models]  # (N, C) each
     logits = [at_least_float32(x.lm_head(h)) / temperature for x, h in zip(models, hidden)]
     chances = torch.stack(logits, -1).softmax(1)  # (N, V, models)
-    likely = chances[:, :, 0].topk(min(LIKELY, chances.shape[1])).indices.tolist()
+    likely = chances[:, :, 0].topk(LIKELY).indices.tolist()
     actions = tokens[1:][mask].tolist()
     return [
         [[spell(i), *p[i].tolist()] for i in dict.fromkeys([*ids, action])]
@@ -33,21 +34,15 @@ def likely_tokens(models, tokens, mask, temperature, spell):
 
 
 @torch.no_grad()
-def trace_responses(batch, policy_before, ref_before, policy, tokenizer, temperature):
-    """Some responses of a batch, from the lowest score to the highest, token by token: the numbers
-    of the rollout, the policy's log-probabilities after the update, and the tokens that are likely
-    under the policy before the update, the reference at that time, and the policy after the
-    update."""
+def trace_responses(batch, models, tokenizer, temperature):
+    """Some responses of a batch, from the lowest score to the highest, token by token. models: the
+    policy before the update, the reference at that time, the policy after the update."""
     order = batch["scores"].argsort(stable=True)
     rows = order[torch.linspace(0, len(order) - 1, min(RESPONSES, len(order))).long()]
     batch = {name: x[rows] for name, x in batch.items()}
     tokens, mask = batch["tokens"], batch["mask"]
-    batch["logprobs"], _, _ = evaluate_actions(policy, tokens, mask, temperature)
-    models = policy_before, ref_before, policy
-    prompts = [
-        tokenizer.decode(ids[: inside.int().argmax() + 1].tolist())
-        for ids, inside in zip(tokens, mask)
-    ]
+    batch["logprobs"], _, _ = evaluate_actions(models[-1], tokens, mask, temperature)
+    prompts, _ = texts_of(tokenizer, tokens, mask)
     return [
         {
             "prompt": prompt,
@@ -97,7 +92,7 @@ def watch(run, stats, batch):
         path = config.out / "ppo_traces.jsonl"
         lines = [line for line in read_log(path) if line["step"] < step]
         models = *run.before, run.model
-        responses = trace_responses(batch, *models, run.tokenizer, config.temperature)
+        responses = trace_responses(batch, models, run.tokenizer, config.temperature)
         lines.append(strict({"step": step, "responses": responses}))
         write_file(path, "".join(json.dumps(line) + "\n" for line in lines))
     # PPO sees none of these grades
@@ -107,18 +102,18 @@ def watch(run, stats, batch):
 def write_page(out, models, settings, report=None):
     """Write out/report.html from the logs and the traces in the folder `out`, the logs of stages 1
     and 2 in `models`, and the report, if there is one -> its path."""
-    out, models = Path(out), Path(models)
-    logs = {"sft": models / "sft.jsonl", "rm": models / "rm.jsonl", "ppo": out / "ppo.jsonl"}
+    folders = {"sft": models, "rm": models, "ppo": out}
+    logs = {name: read_log(folder / f"{name}.jsonl") for name, folder in folders.items()}
     data = {
-        "steps": len(read_log(logs["ppo"])),
+        "steps": len(logs["ppo"]),
         "settings": settings,
         "traces": read_log(out / "ppo_traces.jsonl"),
         "report": report,
-        "curves": {name: curves(read_log(path)) for name, path in logs.items()},
+        "curves": {name: curves(rows) for name, rows in logs.items()},
     }
     before, after = Path(__file__).with_suffix(".html").read_text(encoding="utf-8").split("@data@")
     # In JSON a "<" can only be part of a string. Written so, no text ends the script that holds it.
-    text = json.dumps(strict(data, 5), separators=(",", ":")).replace("<", "\\u003c")
+    text = json.dumps(strict(data, 5)).replace("<", "\\u003c")
     write_file(out / "report.html", before + text + after)
     return out / "report.html"
 
@@ -126,7 +121,7 @@ def write_page(out, models, settings, report=None):
 def strict(x, digits=17):
     """The same lists and dicts for JSON, which has no infinity and no NaN: None stands for them."""
     if isinstance(x, dict):
-        return {str(name): strict(value, digits) for name, value in x.items()}
+        return {name: strict(value, digits) for name, value in x.items()}
     if isinstance(x, (list, tuple)):
         return [strict(value, digits) for value in x]
     if isinstance(x, float):
@@ -135,13 +130,14 @@ def strict(x, digits=17):
 
 
 def curves(rows):
-    """Lines of a log -> {name: {"x": steps, "y": values}}, thinned out, less what is not finite."""
-    thinned = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
-        points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
-        size = max(1, math.ceil(len(points) / POINTS))  # points that become one
-        parts = [points[i : i + size] for i in range(0, len(points), size)]
-        means = [[sum(x) / len(part) for x in zip(*part)] for part in parts]
-        if means:
-            thinned[name] = {"x": [x for x, _ in means], "y": [y for _, y in means]}
-    return thinned
+    """Lines of a log -> {name: [[step, value], ...]}, thinned out, less what is not finite."""
+    points = defaultdict(list)
+    for row in rows:
+        for name, x in row.items():
+            if x is not None:
+                points[name].append([row["step"], x])
+    for name, curve in points.items():
+        size = math.ceil(len(curve) / POINTS)  # points that become one
+        parts = [curve[i : i + size] for i in range(0, len(curve), size)]
+        points[name] = [[sum(x) / len(part) for x in zip(*part)] for part in parts]
+    return points

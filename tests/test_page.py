@@ -1,60 +1,63 @@
-"""out/report.html (plumbing/page.py). Run: python -m pytest tests/test_page.py. A test needs
+"""out/report.html (plumbing/page.py). Run: python -m pytest tests/test_page.py. Two tests need
 playwright (pip install playwright) and Chromium."""
 
 import json
+import math
 import re
 import shutil
 
 import pytest
+import torch
 
 import minippo
 from cli import ROOT
-from plumbing.page import curves, strict, trace_responses, write_page
+from plumbing.page import strict, trace_responses, write_page
 from plumbing.text import Tokenizer
-from tiny import inf, nan, random_batch, tiny_gpt
+from tiny import assert_equal, f64, inf, nan, random_batch, tiny_gpt
 
-ODD = 'Who?</script><img src=x onerror="1"> \x07\u202e\ud800'
-SAID = {"text": "a\x07b", "score": 1.5, "judge": 0.0, "kl": 2.25}
+ODD, SPELT = (
+    "Who?</script><img src=x>\n\x07\u202e\ud800",
+    r"</script><img src=x>↵ \u0007\u202e\ud800",
+)
+BEFORE = {"text": "a\x07b", "score": 1.5, "judge": 0.0, "kl": 2.25}
 REPORT = {"table": {"": ["score"], "SFT": ["0.01 ± 0.02"]}, "notes": ["of note"]}
-OTHER = {"text": "", "score": 0.25, "judge": 3.0, "kl": -1.0}
-REPORT |= {"samples": [{"prompt": ODD, "sft": SAID, "policy": OTHER}]}
-SETTINGS = {"steps": 900, "clip_eps": 0.2, "kl_coef": inf}
-FIT = "loss", "val_loss", "accuracy", "val_accuracy"
-KEYS = """score 200.33score − beta × KL 0.60judge 1.60iteration 601
-KL 1.00iteration 601
-explained 2.60iteration 601
-clip fraction 360.1iteration 601
-length 4.6iteration 601
-training 29.000validation 29.000step 20
-training 0.200validation 1.200step 20
-training 220.0validation 320.0step 20""".splitlines()  # the last numbers
-REST = "rlhf_reward judge explained_variance clip_frac response_length".split()
+REPORT["samples"] = [{"prompt": ODD, "sft": BEFORE, "policy": {"text": " ", "kl": -0.001}}]
+SETTINGS = {"steps": 900, "batch_size": 8, "kl_coef": 0.1, "lr": inf, "seed": 0}
+STAGE = "loss", "val_loss", "accuracy", "val_accuracy"
+PPO = "score", "rlhf_reward", "judge", "explained_variance", "clip_frac", "response_length"
+# Title, the last number of each curve, the highest, the lowest, the first step and the last
+FIGURES = """Score|score 600|score − beta × KL −598|judge 2.6|600|−598|2 to 601
+KL|KL 1|1|1|5 to 601
+Explained variance|explained 3.6|3.6|3|2 to 601
+Clip fraction|clip fraction 4.6|4.6|4|2 to 601
+Length|length 5.6|5.6|5|2 to 601
+SFT: loss|training 20|validation 21|21|2|2 to 20
+Reward model: loss|training 0.2|validation 1.2|1.2|0.01|1 to 20
+Reward model: accuracy|training 2.2|validation 3.2|3.2|2.01|1 to 20"""
 
 
 def line_of_traces(step):
     """Two responses with the numbers of minippo.trace, the second with the higher score."""
-    batch = random_batch(step) | {"logprobs": random_batch(step)["old_logprobs"] + 0.3}
+    batch = random_batch(step)
     batch |= minippo.compute_advantages(batch, minippo.PPOConfig())
-    rows = [minippo.trace(batch, i, lambda x: "</script>" if x % 2 else " a") for i in (0, 1)]
-    rows[0]["reward"][-1] = inf
-    likely = [
-        [[[" b", 0.5, nan, 0.25], [x, 0.125, 0.0625, 1.0]] for x in y["action"]] for y in rows
-    ]
-    responses = [
-        {"prompt": ODD, "score": i, "columns": row, "likely": likely[i]}
-        for i, row in enumerate(rows)
-    ]
-    return strict({"step": step, "responses": responses})
+    batch["logprobs"] = batch["old_logprobs"] + 0.3
+    responses = []
+    for i in (0, 1):
+        columns = minippo.trace(batch, i, lambda x: "</script>" if x % 2 else " a")
+        columns["reward"][-1] = inf
+        likely = [[["\n", 0.5, 0.03, 0.25], [x, 0.12, 0.06, 1.0]] for x in columns["action"]]
+        responses.append({"prompt": ODD, "score": i, "columns": columns, "likely": likely})
+    return strict({"step": step, "responses": responses}, 5)
 
 
 @pytest.fixture
 def folder(tmp_path):
-    rm = [{"step": i} | {x: j + i / 100 for j, x in enumerate(FIT)} for i in range(1, 21)]
-    sft = [row | dict.fromkeys(FIT[: 1 + (row["step"] % 5 == 0)], 9 + row["step"]) for row in rm]
-    ppo = [{"step": i, "score": i / 3, "kl": 1.0, "entropy": None} for i in range(1, 602)]
-    ppo = [row | {x: j + row["step"] / 1e3 for j, x in enumerate(REST)} for row in ppo]
-    for row in ppo[:3]:
-        row["kl"] = None
+    steps = range(1, 602)
+    ppo = [{"step": i} | {x: j + i / 1e3 for j, x in enumerate(PPO)} for i in steps]
+    ppo = [row | {"score": i - 1, "rlhf_reward": 3 - i} for i, row in zip(steps, ppo)]
+    ppo = [row | {"kl": 1.0 if i > 3 else None, "entropy": None} for i, row in zip(steps, ppo)]
+    sft = [{"step": i, "loss": i, "val_loss": None if i % 5 else i + 1} for i in steps[:20]]
+    rm = [{"step": i} | {x: j + i / 100 for j, x in enumerate(STAGE)} for i in steps[:20]]
     traces = [line_of_traces(1), line_of_traces(600)]
     for name, rows in {"sft": sft, "rm": rm, "ppo": ppo, "ppo_traces": traces}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(x) + "\n" for x in rows))
@@ -68,122 +71,110 @@ def data_in_page(*arguments):
     return json.loads(re.search(r'id="data">(.*?)<', text)[1], parse_constant=pytest.fail)
 
 
-def test_the_page_holds_logs_traces_and_report_with_five_digits_and_no_more_points(folder):
-    data, traces = (
-        data_in_page(folder, folder, SETTINGS, REPORT),
-        [line_of_traces(1), line_of_traces(600)],
-    )
+def test_the_page_holds_logs_traces_and_report(folder):
+    data = data_in_page(folder, folder, SETTINGS, REPORT)
+    assert data["steps"] == 601 and data["report"] == REPORT
+    assert data["settings"] == SETTINGS | {"lr": None}
+    assert data["traces"] == [line_of_traces(1), line_of_traces(600)]
+    sft, rm, ppo = data["curves"].values()
+    assert ppo["score"] == [*([3 * i + 2, 3 * i + 1] for i in range(200)), [601, 600]]
+    assert ppo["kl"] == [[2 * i + 4.5, 1] for i in range(299)]
+    assert sft["val_loss"] == [[i, i + 1] for i in (5, 10, 15, 20)] and len(rm["loss"]) == 20
+    (folder / "round").mkdir()  # the logs of stages 1 and 2 are elsewhere, and PPO has none yet
+    data |= {"steps": 0, "report": None, "traces": []}
+    data["curves"]["ppo"] = {}
+    assert data_in_page(folder / "round", folder, SETTINGS) == data
+
+
+def test_what_json_cannot_hold_is_none():
     assert strict({"a": [1.23456789, nan, 1234567]}, 5) == {"a": [1.2346, None, 1234567]}
     assert strict((0.1 + 0.2, -inf, "é", True)) == [0.1 + 0.2, None, "é", True]
-    assert data["steps"] == 601 and data["report"] == REPORT and data["traces"] == strict(traces, 5)
-    assert data["settings"] == {"steps": 900, "clip_eps": 0.2, "kl_coef": None}
-    score, kl = (data["curves"]["ppo"][x] for x in ("score", "kl"))
-    assert data["curves"]["rm"]["loss"] != data["curves"]["sft"]["loss"]
-    assert score["x"] == [*range(2, 602, 3), 601] and score["y"][:2] == [0.66667, 1.6667]
-    (folder / "round").mkdir()  # the logs of stages 1 and 2 are elsewhere
-    curves = data["curves"] | {"ppo": {}}
-    assert data_in_page(folder / "round", folder, SETTINGS)["curves"] == curves
-    assert len(kl["x"]) == 299 and (kl["x"][0], kl["y"][0]) == (4.5, 1.0)
-    (folder / "ppo.jsonl").unlink()  # nothing is logged yet
-    data = data_in_page(folder, folder, SETTINGS)
-    assert (data["report"], data["steps"], data["curves"]["ppo"]) == (None, 0, {})
-
-
-def test_a_zero_is_a_point_of_a_curve():
-    assert curves([{"step": 1, "x": 0.0}, {"step": 2, "x": None}])["x"] == {"x": [1.0], "y": [0.0]}
 
 
 def test_a_trace_has_the_prompt_the_likeliest_tokens_and_the_numbers_of_the_batch():
-    policy, before, ref = (tiny_gpt() for _ in range(3))
+    before, ref, now = models = [tiny_gpt() for _ in range(3)]
     tokenizer, config = Tokenizer([bytes([65 + i]) for i in range(10)]), minippo.PPOConfig(4)
-    batch = minippo.rollout(policy, policy, lambda x, _: x.sum(1), [[1, 2]], config)
-    (x,) = trace_responses(batch, before, ref, policy, tokenizer, 0.7)
-    mask = batch["mask"]
-    now = minippo.evaluate_actions(policy, batch["tokens"], mask, 0.7)[0].detach()
-    assert x["columns"] == minippo.trace(batch | {"logprobs": now}, 0, tokenizer.spell)
+    batch = minippo.rollout(before, ref, lambda x, _: x.sum(1), [[1, 2]], config)
+    (x,) = trace_responses(batch, models, tokenizer, 0.7)
+    tokens, mask = batch["tokens"], batch["mask"]
+    logprobs = minippo.evaluate_actions(now, tokens, mask, 0.7)[0].detach()
+    assert x["columns"] == minippo.trace(batch | {"logprobs": logprobs}, 0, tokenizer.spell)
     assert (x["prompt"], x["score"]) == ("BC", batch["scores"].item())
-    states = batch["tokens"][:, :-1]
-    chances = [(y(states)[0].detach() / 0.7).softmax(-1)[mask] for y in (before, ref, policy)]
-    for i, (action, likely) in enumerate(zip(x["columns"]["action"], x["likely"])):
-        order = chances[0][i].argsort(descending=True).tolist()[:3]
-        shown = dict.fromkeys([*map(tokenizer.spell, order), action])
-        assert [row[0] for row in likely] == [*shown]
-        for text, *p in likely:
-            j = tokenizer.eos if text == "<eos>" else ord(text) - 65
-            assert p == pytest.approx([y[i, j].item() for y in chances], abs=1e-9)
+    states, actions = tokens[:, :-1], tokens[:, 1:][mask].tolist()
+    chances = [(y(states)[0].detach() / 0.7).softmax(-1)[mask] for y in models]
+    chances = torch.stack(chances, -1)
+    for p, action, likely in zip(chances, actions, x["likely"], strict=True):
+        ids = [*dict.fromkeys([*p[:, 0].argsort(descending=True)[:3].tolist(), action])]
+        assert [text for text, *_ in likely] == [tokenizer.spell(i) for i in ids]
+        assert_equal(f64([row[1:] for row in likely]), p[ids])
 
 
-def test_in_a_browser_everything_is_there_and_a_token_shows_its_numbers(folder):
-    playwright = pytest.importorskip("playwright.sync_api")
+@pytest.fixture
+def page():
+    """A page as wide as a phone, in a browser that reports any trouble."""
+    playwright, troubles = pytest.importorskip("playwright.sync_api"), []
     if not (chromium := shutil.which("chromium") or shutil.which("google-chrome")):
         pytest.skip("there is no Chromium here")
     with playwright.sync_playwright() as it:
         browser = it.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 390, "height": 800})
-        troubles = []
         for event in ("console", "pageerror", "requestfailed"):
             page.on(event, lambda x: troubles.append(str(x)))
-
-        def visit(*report):
-            page.goto(write_page(folder, folder, SETTINGS, *report).as_uri())
-            assert page.evaluate("document.documentElement.scrollWidth") == 390
-            text = page.inner_text("body")
-            assert troubles == re.findall(r"undefined|NaN|\[object|Infinity|null", text) == []
-            return text, page.locator("h2").all_inner_texts()
-
-        text, parts = visit(REPORT)
-        assert parts == ["The result", "Token by token", "The curves"]
-        for words in ("this run did", "iteration 601 of 900", "0.01 ± 0.02", "of note", "KL 2.25"):
-            assert words in text
-        assert page.locator("figure .keys").all_text_contents() == KEYS
-        assert page.locator("figure polyline").count() == 13
-        points = page.locator("#ppo polyline").first.get_attribute("points").split()
-        assert float(points[0].split(",")[1]) > float(points[-1].split(",")[1])  # it rises
-        losses = page.locator("#stages polyline").first.get_attribute("points").split()
-        assert len(losses) == 19  # of 20 steps, without the first tenth
-        assert "a\\u0007b" in text
-        figures = [
-            "before · score 1.50 · judge 0.0 · KL 2.25 nats",
-            "after · score 0.25 · judge 3.0 · KL −1.00 nats",
-        ]
-        assert page.locator(".pair .small").all_inner_texts() == figures
-        scale = page.inner_text("#high")
-        page.locator("#stop").fill("1")
-        assert page.inner_text("#when") == "iteration 600"
-        assert page.inner_text("#high") == scale  # one for all iterations
-        for row, i in ((0, 1), (1, -1)):  # the highest score first
-            columns = line_of_traces(600)["responses"][1 - row]["columns"]
-            tokens = page.locator(".response").nth(row).locator(".token")
-            assert tokens.count() == len(columns.pop("action"))
-            tokens.nth(i).click()
-            expected = [f"{x[i] or inf:z.3f}" for x in strict(columns, 5).values()] + ["1.350"]
-            expected = [x.replace("-", "−").replace("inf", "–") for x in expected]
-            assert page.locator("#detail [data-number]").all_inner_texts() == expected
-            titles, why = (page.locator(x).all_inner_texts() for x in ("dt", ".why"))
-            assert titles == [*columns, "ratio"] and why[titles.index("ratio")] == "pi now / pi"
-            cells = page.locator("#likely td").all_inner_texts()
-            spelt = page.locator(".response .token[aria-current]").inner_text().strip()
-            assert cells[:4] == [" b", "–", "50.0", "25.0"] and cells[5:] == [
-                "6.3",
-                "12.5",
-                "100.0",
-            ]
-            assert cells[4].strip() == f"{spelt} (sampled)"
-        for title, sign in (("KL", -1), ("advantage", 1)):  # blue is what pays
-            page.select_option("#colour", title)
-            columns = line_of_traces(600)["responses"][1]["columns"]
-            up = [sign * x > 0 for x in columns[title]]
-            styles = "tokens => tokens.map(x => x.getAttribute('style').includes('--up'))"
-            assert page.locator(".response").first.locator(".token").evaluate_all(styles) == up
-            ends = page.inner_text("#low")[0], page.inner_text("#high")[0]
-            assert ends == (("+", "−") if title == "KL" else ("−", "+"))
-        for row in (0, 1):
-            columns = line_of_traces(600)["responses"][1 - row]["columns"]
-            clipped = [x > 0 for x in columns["advantage"]]  # all ratios are 1.35
-            styles = "tokens => tokens.map(x => x.className == 'token clipped')"
-            tokens = page.locator(".response").nth(row).locator(".token")
-            assert tokens.evaluate_all(styles) == clipped
-        assert visit()[1] == ["Token by token", "The curves"]  # while it goes on
-        (folder / "ppo_traces.jsonl").unlink()
-        assert visit()[1] == ["The curves"]
+        yield page
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        text = page.inner_text("body")
+        assert troubles == re.findall(r"undefined|NaN|\[object|Infinity", text) == []
         browser.close()
+
+
+def test_a_browser_shows_the_report_and_the_curves(folder, page):
+    def visit(*report):
+        page.goto(write_page(folder, folder, SETTINGS, *report).as_uri())
+        return page.locator("h2").all_inner_texts()
+
+    assert visit(REPORT) == ["The result", "Token by token", "The curves"]
+    facts = "iteration 601 of 900 · batch_size 8 · kl_coef 0.1 · lr null · seed 0"
+    assert page.inner_text("#facts") == facts and page.inner_text("#notes") == "of note"
+    assert page.locator("#systems tr").all_inner_texts() == ["\tscore", "SFT\t0.01 ± 0.02"]
+    before = r"before · score 1.50 · judge 0.00 · kl 2.25 a\u0007b"
+    sample = f"Who?{SPELT} {before} after · kl 0.00 (nothing)"
+    assert page.inner_text(".pair").split() == sample.split()
+    texts = "x => [...x.querySelectorAll('h4, span, div:not(:has(*))')].map(x => x.textContent)"
+    for figure, expected in zip(page.locator("figure").all(), FIGURES.split("\n"), strict=True):
+        assert "|".join(figure.evaluate(texts)).replace("■ ", "") == expected
+    for i, end in enumerate(("100,0", "100,100")):  # one rises, one falls
+        points = page.locator("polyline").nth(i).get_attribute("points").split()
+        assert len(points) == 201 and points[0].startswith("0,") and points[-1] == end
+    log = (folder / "ppo.jsonl").read_text().partition("\n")[0]
+    (folder / "ppo.jsonl").write_text(log + "\n")  # each curve of PPO is one point
+    assert visit() == ["Token by token", "The curves"]
+
+
+def test_a_browser_colours_tokens_by_advantage_and_shows_the_numbers_of_one(folder, page):
+    page.goto(write_page(folder, folder, SETTINGS).as_uri())
+    assert page.inner_text("#when") == "iteration 1"
+    page.locator("#stop").fill("1")
+    assert page.inner_text("#when") == "iteration 600"
+
+    def say(x, digits):
+        return "–" if x is None else f"{x:z.{digits}f}".replace("-", "−")
+
+    responses = line_of_traces(600)["responses"][::-1]  # the highest score first
+    assert page.locator(".token").first.get_attribute("aria-current")
+    largest = max(abs(x) for r in responses for x in r["columns"]["advantage"])
+    for shown, r in zip(page.locator(".response").all(), responses, strict=True):
+        columns, tokens = r["columns"], shown.locator(".token")
+        kl = say(sum(columns["KL"]), 2)
+        assert f"{SPELT} score {r['score']}.00 · kl {kl}" in " ".join(shown.inner_text().split())
+        styles = " ".join(tokens.evaluate_all("xs => xs.map(x => x.getAttribute('style'))"))
+        colours = [(x == "blue", float(y)) for x, y in re.findall(r"--(\w+)\) ([\d.]+)%", styles)]
+        strengths = [(x > 0, round(70 * abs(x) / largest, 4)) for x in columns["advantage"]]
+        assert [(up, round(x, 4)) for up, x in colours] == strengths
+        actions = columns.pop("action")
+        columns["ratio"] = [math.exp(0.3)] * len(actions)
+        tokens.last.click()
+        assert page.locator("[aria-current]").all_inner_texts() == [tokens.last.inner_text()]
+        rows = [x.split("\t")[:2] for x in shown.locator("#numbers tr").all_inner_texts()]
+        assert rows == [[title, say(x[-1], 3)] for title, x in columns.items()]
+        likely = ["↵\n", "50.0", "3.0", "25.0", f"{actions[-1]} (sampled)", "12.0", "6.0", "100.0"]
+        assert shown.locator("#likely td").all_text_contents() == likely
