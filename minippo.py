@@ -181,7 +181,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.trunk = Trunk(config)
-        self.critic = None  # or a Trunk that the value head reads in place of the policy's
+        self.value_trunk = None  # or a Trunk that the value head reads in place of the policy's
         self.lm_head = nn.Linear(config.channels, config.vocab_size, bias=False)
         self.lm_head.weight = self.trunk.token_embedding.weight  # shared, as in GPT-2
         self.value_head = nn.Linear(config.channels, 1)
@@ -191,7 +191,7 @@ class GPT(nn.Module):
     def hidden(self, tokens):
         """tokens (B, T) -> what the vocabulary head and the value head read: (B, T, C) each."""
         hidden = self.trunk(tokens)
-        return hidden, hidden if self.critic is None else self.critic(tokens)
+        return hidden, hidden if self.value_trunk is None else self.value_trunk(tokens)
 
     def forward(self, tokens):
         """tokens (B, T) -> logits (B, T, V), values (B, T); both at t are about token t + 1."""
@@ -209,9 +209,8 @@ class RewardModel(nn.Module):
     often wrong (arXiv:2502.18770).
     """
 
-    def __init__(self, config_or_gpt):
+    def __init__(self, gpt):
         super().__init__()
-        gpt = config_or_gpt if isinstance(config_or_gpt, GPT) else GPT(config_or_gpt)
         self.config, self.trunk = gpt.config, copy.deepcopy(gpt.trunk)
         self.score_head = nn.Linear(self.config.channels, 1)
         std = 1 / math.sqrt(self.config.channels + 1)  # Stiennon et al., arXiv:2009.01325

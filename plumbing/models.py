@@ -50,9 +50,11 @@ def load_checkpoint(path, kinds, device="cpu"):
     """A checkpoint of one of `kinds` -> model in eval mode, tokenizer, figures saved with it."""
     contents = read_contents(path, kinds, f"train_{kinds[0]}.py makes it")
     try:
-        model = (RewardModel if contents["kind"] == "rm" else GPT)(GPTConfig(**contents["config"]))
-        if "critic.norm.bias" in contents["model"]:
-            model.critic = Trunk(model.config)
+        model = GPT(GPTConfig(**contents["config"]))
+        if contents["kind"] == "rm":
+            model = RewardModel(model)
+        if "value_trunk.norm.bias" in contents["model"]:
+            model.value_trunk = Trunk(model.config)
         model.load_state_dict(contents["model"])
         tokenizer = Tokenizer([token.encode("latin-1") for token in contents["vocabulary"]])
         return model.to(device).eval(), tokenizer, contents["figures"]
@@ -136,11 +138,11 @@ def load_descendant(config, path, kinds):
 def add_critic(policy, reward_model):
     """Give the policy, in place, a value network of its own, which starts as the reward model (as
     in InstructGPT). One of an earlier round goes on."""
-    if policy.critic is not None:
+    if policy.value_trunk is not None:
         return
     if reward_model is None:
         raise UserError("--separate_critic starts from the reward model: leave out --reward")
-    policy.critic = copy.deepcopy(reward_model.trunk).requires_grad_(True)
+    policy.value_trunk = copy.deepcopy(reward_model.trunk).requires_grad_(True)
     head, std = reward_model.score_head, reward_model.std
     with torch.no_grad():  # value = normalised score = (head(hidden) - mean) / std
         policy.value_head.weight.copy_(head.weight / std)

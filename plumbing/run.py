@@ -52,7 +52,7 @@ def adamw(model, config):
     which has far to go, learns 30 times as fast as the rest."""
     head, rest = [], []
     for name, parameter in model.named_parameters():
-        on_trunk = name.startswith("value_head") and model.critic is None
+        on_trunk = name.startswith("value_head") and model.value_trunk is None
         (head if on_trunk else rest).append(parameter)
     groups = [{"params": rest}, {"params": head, "lr": 30 * config.lr}]
     settings = {"betas": (0.9, 0.99), "eps": getattr(config, "adam_eps", 1e-8), "weight_decay": 0.0}

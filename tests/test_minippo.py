@@ -168,7 +168,7 @@ def by_formula(policy, tokens):
             x = x + linear(y, block.mlp[2])
         return norm(x, trunk.norm)
 
-    hidden, critic = run(policy.trunk), policy.critic or policy.trunk
+    hidden, critic = run(policy.trunk), policy.value_trunk or policy.trunk
     values = linear(run(critic), policy.value_head).squeeze(-1)
     return hidden @ policy.trunk.token_embedding.weight.T, values
 
@@ -194,7 +194,9 @@ def test_weights_start_at_gpt_2s_spread_smaller_where_branches_add_up_and_values
         else:
             assert (parameter == ("norm" in name and name.endswith("weight"))).all(), name
     assert not policy.value_head.weight.any() and not policy.value_head.bias.any()
-    heads = [RewardModel(GPTConfig(3, 8, 1, heads=1, channels=3)).score_head for _ in range(100)]
+    heads = [
+        RewardModel(GPT(GPTConfig(3, 8, 1, heads=1, channels=3))).score_head for _ in range(100)
+    ]
     assert torch.cat([head.weight for head in heads]).std().item() == pytest.approx(0.5, rel=0.08)
     assert not heads[0].bias.any()
 
@@ -744,7 +746,34 @@ def test_what_is_watched_is_what_the_names_say(seed):
     })  # fmt: skip
 
 
-# The example
+# The parts together, and the example
+
+
+@pytest.mark.parametrize("beta", [0.5, 50.0])
+def test_ppo_ends_at_the_best_policy_that_theory_knows(beta):
+    # The score is 1 if the first token is 3. pi* ~ ref exp(score / beta): its odds rise by
+    # exp(1 / beta).
+    policy = GPT(GPTConfig(5, 8, layers=1, heads=1, channels=8)).eval()
+    ref, prompts, steps = frozen_copy(policy), [[0], [1], [2, 0]], 40
+    optimizer = torch.optim.AdamW(policy.parameters(), 0.01)
+    options = {"max_new_tokens": 2, "missing_eos_penalty": 0.0, "kl_coef": beta}
+    config = PPOConfig(epochs=4, minibatches=2, **options)
+
+    def score(tokens, mask):
+        return (tokens[torch.arange(96), torch.tensor([1, 1, 2] * 32)] == 3).float()
+
+    def odds(model):
+        logits = [model(torch.tensor([prompt]))[0][0, -1] for prompt in prompts]
+        p = torch.stack(logits).softmax(-1)[:, 3].detach()
+        return p / (1 - p)
+
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 0.01 * (1 - step / steps)
+        batch = rollout(policy, ref, score, prompts * 32, config)
+        batch |= compute_advantages(batch, config)
+        ppo_update(policy, optimizer, batch, config)
+    reached, best = odds(policy), odds(ref) * math.exp(1 / beta)
+    assert_equal(reached / (1 + reached), best / (1 + best), 0.05)
 
 
 def test_a_trace_is_the_table_of_the_drawing_turned_round():

@@ -22,8 +22,8 @@ TOKENS, MASK = torch.tensor([[65, 66, 67, 256], [68, 69, 0, 0]]), marks(".xx", "
 
 def test_a_checkpoint_brings_back_the_same_model_its_tokenizer_and_its_figures(tmp_path):
     shape = GPTConfig(257, 16, 1, 2, 8, bfloat16=True)
-    models = {"ppo": GPT(shape), "sft": GPT(shape), "rm": RewardModel(shape)}
-    models["ppo"].critic = Trunk(shape)
+    models = {"ppo": GPT(shape), "sft": GPT(shape), "rm": RewardModel(GPT(shape))}
+    models["ppo"].value_trunk = Trunk(shape)
     models["rm"].mean.fill_(0.5), models["rm"].std.fill_(3.0), models["rm"].cap.fill_(0.1)
     path, tokenizer = tmp_path / "x.pt", Tokenizer.train(["low low lower"], 260)
     for kind, model in models.items():
@@ -89,7 +89,7 @@ def test_policy_reference_and_score_stem_from_one_sft_model(config):
 def test_a_critic_starts_with_the_normalised_scores_of_the_reward_model(config):
     config.separate_critic = True
     policy, *_ = load_models(config)
-    reward_model, critic = load_checkpoint(config.models / "rm.pt", ["rm"])[0], policy.critic
+    reward_model, critic = load_checkpoint(config.models / "rm.pt", ["rm"])[0], policy.value_trunk
     reward_model.cap.fill_(inf)
     values = policy(TOKENS)[1]
     for row, n in ((0, 4), (1, 2), (0, 1)):
@@ -97,7 +97,7 @@ def test_a_critic_starts_with_the_normalised_scores_of_the_reward_model(config):
         torch.testing.assert_close(values[row, n - 1], score)
     assert all(p.requires_grad for p in policy.parameters())
     add_critic(policy, None)  # of an earlier round: it stays
-    assert policy.critic is critic
+    assert policy.value_trunk is critic
 
 
 def test_a_function_scores_texts_or_tokens(config, monkeypatch):

@@ -12,7 +12,7 @@ from cli import metrics, run, write_data, write_models
 from data.files import UserError, read_log
 import minippo
 import plumbing.report
-from minippo import GPTConfig, RewardModel
+from minippo import GPT, GPTConfig, RewardModel
 from plumbing import models, run as room
 from plumbing.run import Run, adamw
 from plumbing.settings import RunConfig
@@ -157,7 +157,7 @@ def begin(out, kind="rm", **more):
     """-> a Run of a tiny reward model."""
     settings = vars(RunConfig()) | {"out": out, "data": out, "no_report": False}
     settings |= {"steps": 10, "lr": 0.5, "warmup": 2, "micro_batch": 7}
-    config, model = SimpleNamespace(**settings | more), RewardModel(GPTConfig(257, 4, 1, 1, 4))
+    config, model = SimpleNamespace(**settings | more), RewardModel(GPT(GPTConfig(257, 4, 1, 1, 4)))
     return Run(kind, config, model, Tokenizer.train([], 257), *adamw(model, config), data=[])
 
 

@@ -161,7 +161,7 @@ def plain_ppo(it, algorithm=minippo):
     batch = minippo.rollout(policy, ref, score, prompts[: it.batch_size], it)
     minippo.center_values(policy, batch)
     head = {*policy.value_head.parameters()}
-    factor = 30 if policy.critic is None else 1
+    factor = 30 if policy.value_trunk is None else 1
     groups = ({*policy.parameters()} - head, it.lr), (head, factor * it.lr)
     optimizer = plain_adamw(*groups, eps=it.adam_eps)
     loss_of = getattr(algorithm, "loss", minippo.ppo_loss)
@@ -299,7 +299,7 @@ DEFAULTS = """
 RunConfig(data='data/zoo', out='out', device='auto', seed=0, resume=False, overwrite=False, tensorboard=False)
 TrainConfig(steps=1300, epochs=12, batch_size=64, micro_batch=16, lr=0.003, warmup=20, max_grad_norm=1.0, vocab_size=1024, context=128, layers=4, heads=4, channels=96, bfloat16=False, init='')
 TrainConfig(steps=1950, epochs=2, batch_size=64, micro_batch=16, lr=0.001, warmup=20, max_grad_norm=1.0, max_new_tokens=48, models='')
-TrainConfig(steps=450, batch_size=128, lr=0.0008, warmup=5, adam_eps=0.0001, kl_target=0.0, ref_update_every=0, models='', policy='', reward='', no_report=False)
+TrainConfig(steps=450, batch_size=128, lr=0.0008, warmup=5, adam_eps=0.0001, models='', policy='', reward='', no_report=False, kl_target=0.0, ref_update_every=0)
 """
 
 

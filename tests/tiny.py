@@ -45,13 +45,13 @@ def stir(model, size=0.3):
 
 def tiny_gpt(vocab_size=EOS + 1, context=16, layers=2, critic=False, **more):
     policy = GPT(GPTConfig(vocab_size, context, layers, heads=2, channels=8, **more))
-    policy.critic = Trunk(policy.config) if critic else None
+    policy.value_trunk = Trunk(policy.config) if critic else None
     return stir(policy.double().eval())
 
 
 def tiny_reward_model(**more):
     config = GPTConfig(EOS + 1, 16, 2, heads=2, channels=8, **more)
-    return stir(RewardModel(config).double().eval())
+    return stir(RewardModel(GPT(config)).double().eval())
 
 
 def biased(policy, bias):
