@@ -833,8 +833,8 @@ def batch_metrics(batch, config):
     In a healthy run of train_ppo.py, score rises; kl climbs to a few nats and stays (if not, raise
     kl_coef); entropy falls, but not to 0, where one answer is left (raise kl_coef); eos_rate stays
     near 1; explained_variance climbs from 0, slowly and with dips. From ppo_update: clip_frac is
-    about 0.001 and ratio_max below 3, except in a few iterations (if often above, lower the
-    learning rate). If kl jumps, or the answers become alike, read them: this may be reward hacking.
+    below 0.01 and ratio_max below 3, except in a few iterations (if often above, lower the learning
+    rate). If kl jumps, or the answers become alike, read them: this may be reward hacking.
     """
     mask, scores, old_logprobs = batch["mask"], batch["scores"], batch["old_logprobs"]
     kl, kl_k3 = kl_per_response(old_logprobs, batch["ref_logprobs"], mask)

@@ -34,7 +34,7 @@ class SampleConfig:
 
     def __post_init__(self):
         if not self.temperature > 0:
-            raise ValueError(f"--temperature {self.temperature}: should be above 0")
+            raise ValueError(f"temperature ({self.temperature}): should be above 0")
 
 
 def load_policy(path):
@@ -69,6 +69,8 @@ def main():
     config, (path, *texts) = read_flags(
         __doc__, SampleConfig, run=False, positional="CHECKPOINT PROMPT"
     )
+    if config.trace and Path(path).is_dir():
+        raise UserError(f"{path}: --trace needs a checkpoint, such as out/ppo.pt")
     if config.trace:
         folder = Path(path).parent
         beside = folder if (folder / "sft.pt").exists() else folder.parent

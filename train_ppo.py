@@ -23,7 +23,7 @@ from plumbing.text import read_prompts
 class StageConfig:  # of all that trains a policy
     steps: int = 450  # iterations
     batch_size: int = 128  # responses per iteration
-    lr: float = 8e-4  # peak learning rate of AdamW (value head: 30 times as high); falls to 0
+    lr: float = 8e-4  # peak learning rate of AdamW (value head on the trunk: x 30); falls to 0
     warmup: int = 5  # iterations in which the learning rate climbs to its peak
     adam_eps: float = 1e-4  # Adam's epsilon; weights with tiny, noisy gradients move less
     models: str = ""  # folder of sft.pt and rm.pt; if empty, --out, or the folder above

@@ -53,13 +53,13 @@ def keep(sections, source):
     """Put these sections, of this commit and machine, in place of those in results.json, and the
     tables into RESULTS.md."""
     results = load()
-    made = {
+    sources = {
         commit: [name for name in row["tables"].split() if name not in sections]
         for commit, row in results["made"].items()
     }
-    made.setdefault(source, []).extend(sections)
-    made = {commit: {"tables": " ".join(names)} for commit, names in made.items() if names}
-    write_file(PATH, dumps(results | sections | {"made": made}))
+    sources.setdefault(source, []).extend(sections)
+    sources = {commit: {"tables": " ".join(names)} for commit, names in sources.items() if names}
+    write_file(PATH, dumps(results | sections | {"made": sources}))
     write_tables()
 
 

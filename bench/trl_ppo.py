@@ -74,7 +74,7 @@ def main():
     prompts = read_prompts(config.data, "train", tokenizer, policy.config.context)
     run = Run("ppo", config, policy, tokenizer, *adamw(policy, config), data=prompts)
     for kind in ("sft", "rm"):
-        export(f"{config.models}/{kind}.pt", config.out / kind, config.overwrite)
+        export(f"{config.models}/{kind}.pt", config.out / kind, overwrite=True)
     cap = load_checkpoint(config.models / "rm.pt", ["rm"])[0].cap.item()  # export() loses it
     trainer, theirs = make_trainer(config, prompts, cap=cap)
     trainer.train()

@@ -1,1 +1,1 @@
-"""The default data set: `zoo.py` makes it and judges answers to it."""
+"""The default data and what is known of its truth, the row format, converters, files."""

@@ -22,12 +22,10 @@ from variations import grpo
 @script
 def main():
     config = read_flags(__doc__, grpo.Settings, StageConfig, out="out/outgrow")
-    try:
-        import trl
-        from accelerate import PartialState
-        from datasets import Dataset
-    except ImportError as error:
-        raise UserError(f"a package is missing ({error}); pip install trl==1.12.0")
+    import trl
+    from accelerate import PartialState
+    from datasets import Dataset
+
     process = PartialState(cpu=config.device == "cpu")
     config.device = str(process.device)  # each process has a GPU of its own
     B, M, processes = config.batch_size, config.minibatches, process.num_processes
@@ -39,7 +37,7 @@ def main():
     prompts = read_prompts(config.data, "train", tokenizer, policy.config.context)
     if process.is_main_process:
         run = Run("ppo", config, policy, tokenizer, *adamw(policy, config), data=prompts)
-        export(config.models / "sft.pt", config.out / "sft", config.overwrite)
+        export(config.models / "sft.pt", config.out / "sft", overwrite=True)
     process.wait_for_everyone()
 
     def reward(prompts, completion_ids, **_):

@@ -27,10 +27,8 @@ CHARACTERS = dict(zip(BYTES, map(chr, PRINTED + [*range(256, 512)])))
 
 
 def import_transformers():
-    try:
-        import transformers
-    except ImportError:
-        raise UserError("the package transformers is missing; pip install transformers")
+    import transformers
+
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers

@@ -48,7 +48,8 @@ def save_checkpoint(path, kind, model, tokenizer, **figures):
 
 def load_checkpoint(path, kinds, device="cpu"):
     """A checkpoint of one of `kinds` -> model in eval mode, tokenizer, figures saved with it."""
-    contents = read_contents(path, kinds, f"train_{kinds[0]}.py makes it")
+    stage = Path(path).stem if Path(path).stem in kinds else kinds[0]
+    contents = read_contents(path, kinds, f"train_{stage}.py makes it")
     try:
         model = GPT(GPTConfig(**contents["config"]))
         if contents["kind"] == "rm":
@@ -101,10 +102,7 @@ def new_model(config, rows):
 
 def load_sft(config):
     """The SFT model of --models -> model, tokenizer."""
-    path = config.models / "sft.pt"
-    if not path.exists():
-        raise UserError(f"{path}: not found; train_sft.py makes it; --models names its folder")
-    return load_checkpoint(path, ["sft"], config.device)[:2]
+    return load_checkpoint(config.models / "sft.pt", ["sft"], config.device)[:2]
 
 
 def load_models(config):

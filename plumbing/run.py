@@ -19,8 +19,8 @@ from plumbing.models import read_contents, save_checkpoint, sources, write_conte
 from plumbing.page import strict, traced, watch, write_page
 from plumbing.text import by_length, spread_over
 
-# Settings that --resume may change: where things are (their contents are compared), and what alters
-# only rounding and random draws.
+# Settings that --resume may change: where things are (their contents are compared), what is written
+# besides, and what alters only rounding and random draws.
 FREE_SETTINGS = "data out models policy device resume overwrite tensorboard no_report micro_batch"
 SAVE_SECONDS, SHOW_SECONDS = 30, 4  # between two saves; between two lines on the screen
 VALIDATIONS, VALIDATED = 10, 1000  # validations per run; rows per validation
@@ -249,6 +249,8 @@ class Run:
 
     def finish(self, **figures):
         """Write the model. From now on a new run may begin, and --resume has nothing to train."""
+        if self.step == 0:  # trained by other code: a log can only be of an earlier run
+            self.log_path.unlink(missing_ok=True)
         if "sft.pt" in self.sources:
             figures["sft"] = self.sources["sft.pt"]
         save_checkpoint(self.path, self.kind, self.model, self.tokenizer, **figures)

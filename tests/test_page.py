@@ -148,6 +148,8 @@ def test_a_browser_shows_the_report_and_the_curves(folder, page):
     log = (folder / "ppo.jsonl").read_text().partition("\n")[0]
     (folder / "ppo.jsonl").write_text(log + "\n")  # each curve of PPO is one point
     assert visit() == ["Token by token", "The curves"]
+    (folder / "ppo_traces.jsonl").unlink()  # trained by other code
+    assert visit() == ["The curves"] and page.locator("figure").count() == 7  # no KL
 
 
 def test_a_browser_colours_tokens_by_advantage_and_shows_the_numbers_of_one(folder, page):
@@ -178,3 +180,10 @@ def test_a_browser_colours_tokens_by_advantage_and_shows_the_numbers_of_one(fold
         assert rows == [[title, say(x[-1], 3)] for title, x in columns.items()]
         likely = ["↵\n", "50.0", "3.0", "25.0", f"{actions[-1]} (sampled)", "12.0", "6.0", "100.0"]
         assert shown.locator("#likely td").all_text_contents() == likely
+
+    line = line_of_traces(1)  # of DPO
+    for response in line["responses"]:
+        del response["columns"]["advantage"]
+    (folder / "ppo_traces.jsonl").write_text(json.dumps(line) + "\n")
+    page.goto(write_page(folder, folder, SETTINGS).as_uri())
+    assert page.locator("figure").count() == 8

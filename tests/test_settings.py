@@ -33,17 +33,17 @@ ppo --kl_coef 0 --kl_target 5 -> --kl_target multiplies --kl_coef, which is 0
 ppo --temperature 0 -> temperature (0.0): should be above 0
 variations/rloo.py --k 1 -> k (1): should be at least 2
 examples/iterate.py --device gpu --out DIR/1 -> --device gpu: PyTorch finds here cpu alone
-variations/dpo.py --kl_coef 0 -> kl_coef and temperature: should be above 0
+variations/dpo.py --kl_coef 0 -> kl_coef (0.0) and temperature (1.0): should be above 0
 rm rm.pt; ppo -> rm.pt: not found; train_rm.py makes it
 echo damaged > rm.pt; ppo -> rm.pt: damaged, or no checkpoint ... train_rm.py makes it
-rm sft.pt; ppo --models DIR -> sft.pt: not found; ... --models names its folder
+rm sft.pt; ppo --models DIR -> sft.pt: not found; train_sft.py makes it
 ppo --reward bad -> bad: ... should be module:function, for instance my:score
 ppo --reward bad:few --separate_critic -> --separate_critic starts from the reward model
 ppo --reward bad:few -> --reward: should return a list of 8 numbers, none beyond 1,000,000, not [1.0]
 ppo --reward bad:words -> none beyond 1,000,000, not ['good', '
 sample.py -> required: CHECKPOINT PROMPT (-h
 sample.py DIR/sft.pt a --n 0 -> --n 0: should be at least 1
-sample.py DIR/sft.pt a --temperature 0 -> --temperature 0.0: should be above 0
+sample.py DIR/sft.pt a --temperature 0 -> temperature (0.0): should be above 0
 cp sft.pt ppo.pt; sample.py DIR a -> the folder of a run; give a file in it: ... ppo.pt
 sample.py DIR/ppo.pt a -> ppo.pt: not found; train_ppo.py makes it
 sample.py DIR/rm.pt a -> rm.pt: holds 'rm', not 'ppo' or 'sft'; train_ppo.py makes it

@@ -46,7 +46,8 @@ class Settings(StageConfig):
 
     def __post_init__(self):
         if not (self.kl_coef > 0 and self.temperature > 0):
-            raise ValueError("kl_coef and temperature: should be above 0")
+            numbers = f"kl_coef ({self.kl_coef}) and temperature ({self.temperature})"
+            raise ValueError(f"{numbers}: should be above 0")
 
 
 def dpo_loss(policy, ref, pairs, config):
