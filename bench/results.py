@@ -2,6 +2,7 @@
 
     python -m bench.results seeds         the default, all three stages, on ten seeds
     python -m bench.results settings      PPO with other settings, on three
+    python -m bench.results passes        PPO with several passes over a batch, on three
     python -m bench.results neighbours    PPO beside variations/ and TRL (trl==1.12.0), on three
     python -m bench.results sums          PPO, RLOO and GRPO on examples/sums.py, on three
 
@@ -42,7 +43,7 @@ STAGES = {  # what makes the models that a policy starts from
 MEASURE = dict.fromkeys(STAGES, "train_ppo.py --lr 0 --steps 1")  # it ends with the report
 MEASURE["sums"] += f" {REWARD} --missing_eos_penalty 0"  # so the score is the share of right sums
 HACKED = "a quarter of the pairs, beta = 0"
-SETTINGS = {
+PASSES = {
     "default": "",
     "four passes": "--epochs 4",
     "four passes, half the rate": "--epochs 4 --lr 4e-4",
@@ -51,11 +52,17 @@ SETTINGS = {
     "four passes, no value clip": "--epochs 4 --value_clip inf",
     "four passes, no clipping": "--epochs 4 --clip_eps inf --value_clip inf",
     "lam = 0.95": "--lam 0.95",
+}
+SETTINGS = {
+    "default": "",
+    "lam = 0.9": "--lam 0.9",
     "lam = 0": "--lam 0",
-    "adam_eps = 1e-8": "--adam_eps 1e-8",
+    "gamma = 0.95": "--gamma 0.95",
+    "length penalty 0.05": "--length_penalty 0.05",
     "KL in the loss": "--kl_coef 0 --kl_loss_coef 0.2",
     "beta = 0.03": "--kl_coef 0.03",
     "beta = 0.3": "--kl_coef 0.3",
+    "beta = 0": "--kl_coef 0",
     "reference moves, every 50 iterations": "--ref_update_every 50",
     "a quarter of the pairs": "",
     HACKED: "--kl_coef 0",
@@ -78,9 +85,10 @@ SUMS = {"PPO": "train_ppo.py", "RLOO": "-m variations.rloo", "GRPO": "-m variati
 TABLES = {  # name of a row: task, the script that trains its policy, flags
     "seeds": {"default": ("zoo", "train_ppo.py")},
     "settings": {
-        x: ("few pairs" if "pairs" in x else "zoo", f"train_ppo.py {flags} --steps 200")
+        x: ("few pairs" if "pairs" in x else "zoo", f"train_ppo.py {flags}")
         for x, flags in SETTINGS.items()
     },
+    "passes": {x: ("zoo", f"train_ppo.py {flags} --steps 200") for x, flags in PASSES.items()},
     "neighbours": {x: ("zoo", f"{line} --steps 200") for x, line in NEIGHBOURS.items()},
     "sums": {x: ("sums", f"{line} {REWARD}") for x, line in SUMS.items()},
 }
@@ -253,6 +261,10 @@ def settings(folders):
     }
 
 
+def passes(folders):
+    return {"passes": rows_of(folders, PASSES)}
+
+
 def neighbours(folders):
     return {"neighbours": rows_of(folders, NEIGHBOURS)}
 
@@ -268,7 +280,8 @@ def sums(folders):
 @script
 def main():
     _, names = read_flags(__doc__, run=False, positional="TABLE")
-    sections = {"seeds": seeds, "settings": settings, "neighbours": neighbours, "sums": sums}
+    sections = {"seeds": seeds, "settings": settings, "passes": passes}
+    sections |= {"neighbours": neighbours, "sums": sums}
     for name in {*names} - {*sections}:
         raise UserError(f"{name}: should be among {', '.join(sections)}")
     source = made()
