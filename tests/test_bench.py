@@ -192,6 +192,7 @@ def test_a_table_that_is_made_again_moves_to_its_new_commit(tmp_path, monkeypatc
 def test_the_experiment_with_the_critic_is_the_loop_of_minippo(monkeypatch):
     monkeypatch.setattr(critic, "ITERATIONS", 40)
     assert critic.objective(({"kl_coef": 1e3}, 64, 0)) < 0 < 1 < critic.objective(({}, 64, 0))
+    assert critic.objective(({}, 4, 0)) != critic.objective(({}, 4, 1))
     tokens = torch.tensor([[0, 1, 4, 8, 26]])  # a b e i <eos>
     assert turns_score(tokens, torch.tensor([[True] * 4])).item() == 0.5 + 0.5 - 0.5 + 0.5
     # Its table has the mean over the seeds for each row and each batch size.

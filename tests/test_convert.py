@@ -103,7 +103,7 @@ def test_rows_of_all_shapes_are_converted_or_nothing_is_written(tmp_path, flags,
 def test_a_file_is_replaced_on_request_alone_and_the_same_prompts_are_always_held_out(tmp_path):
     data, out = [{"q": f"{i}", "a": "x"} for i in range(99)], tmp_path / "out"
     more = {"q": "1", "a": " x", "c": 0, "b\x1b": [], "empty": "", "none": None}
-    said = convert(tmp_path, [*data, more, more], SFT + " --val 0.2")[1]
+    said = convert(tmp_path, [*data, more, {**more, "c": None}], SFT + " --val 0.2")[1]
     says = "99 rows kept, 2 skipped\n    2 duplicate\n    not used: b\\x1b, c\n"
     assert says in said and said.endswith("sft_val.jsonl: 14 rows written\n")
     assert {q for q, _ in rows_of(out, "sft_val")} == held_out([row["q"] for row in data], 0.2)

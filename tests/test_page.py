@@ -155,6 +155,7 @@ def test_a_browser_shows_the_report_and_the_curves(folder, page):
 def test_a_browser_colours_tokens_by_advantage_and_shows_the_numbers_of_one(folder, page):
     page.goto(write_page(folder, folder, SETTINGS).as_uri())
     assert page.inner_text("#when") == "iteration 1"
+    assert page.get_attribute("#stop", "max") == "1"
     page.locator("#stop").fill("1")
     assert page.inner_text("#when") == "iteration 600"
 

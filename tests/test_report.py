@@ -137,7 +137,7 @@ def test_an_answer_is_suspect_with_a_score_above_the_reference_and_a_kl_far_from
     monkeypatch.setattr(report, "REFERENCE", 8)  # log 8 = 2.08
     evaluator = Evaluator.__new__(Evaluator)
     evaluator.questions = ["a?", "b?", "c?", "d?", "a?"]
-    evaluator.reference = {"score": f64([[0, 2]] * 5)}
+    evaluator.reference = {"score": f64([[0, 2]] * 3 + [[0, 4.5], [0, 2]])}
     score = f64([[7, 9, 9], [2, 4, 9], [2.5, 1, 1], [9, 5, 1], [8, 1, 1]])
     a, b, c, d = (8, 9, "a?", "12"), (4, 9, "b?", "4"), (2.5, 9, "c?", "6"), (5, 2.2, "d?", "10")
     for m, count, best in ((1.0, 5, [a, d, b]), (1.5, 3, [a, b, c])):  # m: the median

@@ -189,6 +189,17 @@ def test_what_is_there_is_overwritten_on_request_alone(tmp_path, capsys):
     assert [*begin(tmp_path, resume=True).steps()] == []  # so it is written again
 
 
+def test_the_lowest_loss_and_the_seconds_go_on(tmp_path):
+    it = begin(tmp_path)
+    it.best_loss, it.seconds = 0.25, 100.0
+    it.save()
+    it = begin(tmp_path, resume=True)
+    assert it.best_loss == 0.25
+    for _ in it.steps(validate):
+        it.end_step({})
+    assert it.seconds > 100
+
+
 def test_a_finished_run_of_ppo_whose_report_was_interrupted_makes_it(tmp_path):
     begin(tmp_path, "ppo").finish()
     begin(tmp_path, "ppo", resume=True)

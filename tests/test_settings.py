@@ -40,6 +40,7 @@ rm sft.pt; ppo --models DIR -> sft.pt: not found; train_sft.py makes it
 ppo --reward bad -> bad: ... should be module:function, for instance my:score
 ppo --reward bad:few --separate_critic -> --separate_critic starts from the reward model
 ppo --reward bad:few -> --reward: should return a list of 8 numbers, none beyond 1,000,000, not [1.0]
+ppo --reward bad:holes -> none beyond 1,000,000, not nan for '
 ppo --reward bad:words -> none beyond 1,000,000, not ['good', '
 sample.py -> required: CHECKPOINT PROMPT (-h
 sample.py DIR/sft.pt a --n 0 -> --n 0: should be at least 1
@@ -48,13 +49,14 @@ cp sft.pt ppo.pt; sample.py DIR a -> the folder of a run; give a file in it: ...
 sample.py DIR/ppo.pt a -> ppo.pt: not found; train_ppo.py makes it
 sample.py DIR/rm.pt a -> rm.pt: holds 'rm', not 'ppo' or 'sft'; train_ppo.py makes it
 sample.py DIR/other.pt a --trace -> other.pt: was not made from
-bench/results.py seed sums -> seed: should be among seeds, settings, neighbours, sums
+bench/results.py seed sums -> seed: should be among seeds, settings, passes, neighbours, sums
 plumbing/hf.py import DIR/sft.pt DIR/new -> export CHECKPOINT FOLDER
 plumbing/hf.py export DIR/sft.pt -> export CHECKPOINT FOLDER
 """
 REWARDS = """
 def few(p, r): return [1.0]
 def words(p, r): return ["good"] * len(p)
+def holes(p, r): return [float("nan")] * len(p)
 """
 
 
