@@ -9,7 +9,6 @@ The rows are {"prompt": ...}. Writes out/ppo.pt and out/report.html, a page for 
 
 from dataclasses import dataclass
 
-from data.files import UserError
 from minippo import PPOConfig, batch_metrics, center_values, compute_advantages, ppo_loss
 from minippo import ppo_update, rollout
 from plumbing.models import load_models
@@ -48,8 +47,6 @@ def train(
     settings=Settings, compute_advantages=compute_advantages, loss=ppo_loss, doc=__doc__, out="out"
 ):
     config = read_flags(doc, settings, TrainConfig, out=out)
-    if config.kl_target and not config.kl_coef:
-        raise UserError("--kl_target multiplies --kl_coef, which is 0: give one above 0")
     policy, ref, score, tokenizer = load_models(config)
     prompts = read_prompts(config.data, "train", tokenizer, policy.config.context)
     optimizer, schedule = adamw(policy, config)

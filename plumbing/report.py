@@ -34,6 +34,8 @@ def check_start(policy, ref, score, prompts, config):
     pi / old must be 1 at every token, and the KL 0, unless --policy was given; else UserError. In
     bfloat16 single tokens are off by its rounding, so there the mean is judged.
     """
+    if getattr(config, "kl_target", 0) and not config.kl_coef:
+        raise UserError("--kl_target multiplies --kl_coef, which is 0: give one above 0")
     B, k, minibatches = config.batch_size, config.k, config.minibatches
     if B % k or B < minibatches:
         raise UserError(
