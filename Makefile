@@ -1,7 +1,7 @@
 # Each target is a plain command that you can type yourself; see the README. The environment is made once, in .venv.
 PYTHON ?= python3
 BIN := .venv/bin
-# Tests in a process for each core; without these words in one after the other
+# The tests run in one process per core; with SIDE_BY_SIDE= in a single one
 SIDE_BY_SIDE := -n auto
 
 help:

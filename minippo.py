@@ -3,12 +3,12 @@
 RLHF (reinforcement learning from human feedback) turns a language model that merely imitates into
 one that does what people prefer, in three stages with a script each. Supervised fine-tuning (SFT,
 train_sft.py) imitates demonstrations. A reward model (train_rm.py) learns which of two answers
-people prefer. PPO (train_ppo.py) trains for higher scores from it, but close to the SFT model.
+people prefer. PPO (train_ppo.py) raises the scores, but keeps the model close to the SFT model.
 For prompts x, responses y sampled from the policy pi, and their scores, it maximises
 
     J(pi) = E[ score(x, y) ] - beta * KL(pi || ref)
 
-(InstructGPT, arXiv:2203.02155, eq. 2, without its last term, which mixes in pretraining).
+(arXiv:2203.02155, the InstructGPT paper, eq. 2, without its last term, which mixes in pretraining).
 
 The *policy* pi is the language model, seen as a rule for choosing the next token. The *reference*
 ref is a frozen copy of the policy before PPO: the SFT model. KL(pi || ref), the Kullback-Leibler
@@ -31,10 +31,10 @@ nat. E is the mean over prompts and sampled responses. PPO repeats four phases:
 Shapes: B rows in a batch, T columns, C channels, H attention heads, V tokens in the vocabulary, N
 response tokens (those that the mask below selects).
 
-One convention holds everywhere. A row is a prompt, its response, then padding, and starts at column
-0. (Causal attention looks only to the left, so no response ever sees its padding.) Choosing token
-t + 1 is the *action* taken in the *state* "tokens 0 .. t have been read", and every number about
-that choice stands at index t: log pi at index 1 is that of token 2, "sweet". With the prompt "Bees
+One convention holds everywhere. A row starts at column 0: a prompt, its response, then padding.
+(Causal attention looks only to the left, so no response ever sees its padding.) Choosing token t +
+1 is the *action* taken in the *state* "tokens 0 .. t have been read", and every number about that
+choice is stored at index t: log pi at index 1 is that of token 2, "sweet". With the prompt "Bees
 eat", a score of 1.40 and beta 0.1:
 
     index t      0      1      2      3      4      5
@@ -57,8 +57,8 @@ last action counts as 0. (Two settings, gamma and lam, are 1 here: see gae().)
                                                             row), scaled to mean 0, variance 1
 
 Phase 4 makes actions with a whitened advantage above 0 more probable, and those with one below 0
-less probable. (<eos> turned out better than expected, but less so than the average, which whitening
-subtracts.) Section 5 shows the numbers, with the loss.
+less probable. (<eos> turned out better than expected, but by less than the average, which whitening
+subtracts.) Section 5 continues the example, up to the loss.
 """
 
 import copy
@@ -72,7 +72,7 @@ import torch.nn.functional as F
 # --------------------------------------------------------------------------------------------------
 # 1. The networks
 #
-# A GPT-2 (Radford et al., 2019), without dropout: with it, sampling and update would disagree about
+# GPT-2 (Radford et al., 2019) without dropout, which would make sampling and update disagree about
 # log pi (section 5). The policy adds a value head: one number per position. The reward model has a
 # score head in place of the vocabulary head (lm_head): one number per row.
 
@@ -108,7 +108,7 @@ class Attention(nn.Module):
         """(B, T, C) -> (B, T, C).
 
         cache: made by new_cache(), holds the keys and values of the positions before `start`. This
-        call appends those of its own T positions; if start is not 0, T must be 1.
+        call appends those of its T positions; if start is not 0, T must be 1.
         """
         q, k, v = (y.unflatten(-1, (self.heads, -1)) for y in self.qkv(x).chunk(3, -1))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, C/H)
@@ -185,7 +185,7 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.channels, config.vocab_size, bias=False)
         self.lm_head.weight = self.trunk.token_embedding.weight  # shared, as in GPT-2
         self.value_head = nn.Linear(config.channels, 1)
-        nn.init.zeros_(self.value_head.weight)  # all values start equal; center_values() sets them
+        nn.init.zeros_(self.value_head.weight)  # all values start at 0; see center_values()
         nn.init.zeros_(self.value_head.bias)
 
     def hidden(self, tokens):
@@ -231,7 +231,7 @@ class RewardModel(nn.Module):
 # --------------------------------------------------------------------------------------------------
 # 2. Log-probabilities and masks
 #
-# Sums and means run over response tokens alone: x[mask] picks these N tokens. Padding that leaks
+# Sums and means run over response tokens only: x[mask] picks these N tokens. Padding that leaks
 # in would be trained on, dilute every mean, and add to the KL.
 
 
@@ -301,17 +301,17 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0, with_entropy=False):
 # --------------------------------------------------------------------------------------------------
 # 3. Sampling
 #
-# To add a token, a transformer need not reread the row: of the earlier tokens, attention needs only
-# the keys and values. These are kept in the *cache*, two tensors for each block. Reading a row in
-# one pass is called *prefill*, writing token by token *decoding*.
+# To add a token, a transformer need not reread the row: attention needs only the keys and values of
+# the earlier tokens. The *KV cache* keeps them, two tensors per block. (Reading a row in one pass
+# is called *prefill*, writing token by token *decoding*.)
 
 
 def draw(logits):
     """A random token from each softmax(logits): (B, V) -> (B,).
 
-    Cut the interval from 0 to 1 into pieces as long as the probabilities, draw a number u from it,
-    and take the token whose piece u falls into (*inverse transform sampling*). torch.multinomial
-    does the same.
+    Cut the interval from 0 to 1 into a piece for each token, as long as its probability. Draw a
+    number u from the interval, and take the token whose piece contains u (*inverse transform
+    sampling*). torch.multinomial would do as well; this shows how.
     """
     ends = logits.softmax(-1).cumsum(-1, dtype=torch.float64)  # where the pieces end
     if ends[:, -1].isnan().any():
@@ -362,8 +362,8 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
         begin, t = t, t + 1
     T = int(lengths.max())
     tokens, mask = tokens[:, :T], response_mask(prompt_lengths, lengths, T)
-    # The loop has these numbers too, but rounded differently. Computed as in the update, they make
-    # the ratio pi / old (section 5) start at 1.
+    # The loop could give these numbers too, but rounded differently. Computing them as the update
+    # does makes the ratio pi / old (section 5) start at 1.
     logprobs, values, _ = evaluate_actions(policy, tokens, mask, temperature)
     return tokens, mask, logprobs, values
 
@@ -371,17 +371,18 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
 # --------------------------------------------------------------------------------------------------
 # 4. The reward model's loss
 #
-# Usually two answers to a prompt are sampled from the SFT model, and a person picks the better one:
-# that is easier than to give grades, for which each person has a scale of their own. (The default
-# data come with simulated pairs.) Bradley and Terry (1952): a is preferred to b with probability
-# sigmoid(score(a) - score(b)). Only differences count: the zero of the scores is arbitrary. The
-# loss is -log of this probability. With a margin, score(a) - score(b), of 2, 0, -2, the loss is
-# 0.13, 0.69, 2.13.
+# Usually two answers to a prompt are sampled from the SFT model, and a person picks the better one.
+# This is easier than giving grades, which each person does on their own scale. (The default data
+# come with simulated pairs.) In the model of Bradley and Terry (1952), a is preferred to b with
+# probability sigmoid(score(a) - score(b)). Only differences count: the zero of the scores is
+# arbitrary. The loss is -log of this probability. For a margin score(a) - score(b) of 2, 0 or -2,
+# it is 0.13, 0.69 or 2.13.
 #
 # Why a model? Nobody would grade all responses that PPO samples, 57,600 in train_ppo.py. These
 # differ from the answers in the pairs (*distribution shift*), so their scores may be wrong: too
 # high, for example, for long, flattering or evasive answers. Learning to exploit this is *reward
-# hacking*: the score rises, and the text gets worse. Hence the penalty on the KL, and the cap.
+# hacking* or *overoptimisation*: the score rises, and the text gets worse. Hence the penalty on the
+# KL, and the cap.
 
 
 def reward_model_loss(chosen_scores, rejected_scores):
@@ -389,7 +390,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
     if chosen_scores.shape != rejected_scores.shape:
         raise ValueError(f"shapes {chosen_scores.shape} and {rejected_scores.shape} differ")
     margin = chosen_scores - rejected_scores
-    loss = -torch.nn.functional.logsigmoid(margin).mean()
+    loss = -F.logsigmoid(margin).mean()
     accuracy = (margin > 0).float().mean() + 0.5 * (margin == 0).float().mean()  # a tie: half a hit
     return loss, {"accuracy": accuracy.item(), "margin": margin.mean().item()}
 
@@ -398,10 +399,10 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # 5. From the policy gradient to PPO (Schulman et al., arXiv:1707.06347), and to PPO for language
 # models (Ziegler et al., arXiv:1909.08593)
 #
-# SFT knows the right token in every state. Now nobody does: the policy chooses all tokens, and one
-# score comes at the end (a *sparse reward*). We want a high E[score], the mean over sampled
-# responses y. One cannot differentiate through a random draw. But the probability p(y) of a
-# response, given its prompt, has a gradient:
+# SFT is given the right token in every state. Here nobody knows it: the policy chooses all tokens,
+# and gets one score at the end (a *sparse reward*). We want to maximise E[score], the mean over
+# sampled responses y. A random draw has no gradient. But the probability of a response, pi(y | x)
+# or p(y) for short, has one:
 #
 #     grad E[score] = grad sum_y p(y) score(y) = sum_y grad p(y) score(y)
 #                   = sum_y p(y) grad log p(y) score(y)         because grad p = p grad log p
@@ -414,14 +415,14 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #     logprobs, _, _ = evaluate_actions(policy, tokens, mask)
 #     loss = -(logprobs.sum(1) * score(tokens, mask)).mean()    # log p(y) is the sum of log pi
 #
-# A response that is never sampled never earns anything: sampling is how the policy *explores*. The
-# error of the mean shrinks only with the square root of the batch size, so most of what follows
-# fights noise. Four changes lead from here to PPO: the KL, returns, a baseline, and several
-# gradient steps on one batch.
+# Sampling is how the policy *explores*: what is never sampled is never rewarded. The error of the
+# mean shrinks only with the square root of the batch size, so most of what follows fights noise.
+# Four changes lead from here to PPO: the KL, returns, a baseline, and several gradient steps on one
+# batch.
 #
 # The first change: the KL joins the reward. J has score - beta * (log p - log ref) in place of the
-# score (log p and log ref are those of the whole response). This contains log p, which has a
-# gradient too, so the product rule gives one more term:
+# score (log p and log ref are those of the whole response). Now log p, which has a gradient too,
+# also stands inside the brackets, so the product rule gives one more term:
 #
 #     grad J = E[ grad log p (score - beta * (log p - log ref)) ] - beta * E[ grad log p ]
 #
@@ -429,26 +430,21 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # sum over the tokens of y, so the KL splits into a reward for each token, -beta * (log pi - log
 # ref). The score is one more reward, with the last token.
 #
-# The KL is never below 0, and 0 only where both agree; a sample of it may be negative. It has a
-# direction. KL(pi || ref) is a mean over what pi writes: writing what ref hardly ever writes costs
-# much, dropping answers costs little (*mode collapse*). KL(ref || pi), a mean over what ref writes,
-# would keep all of its answers, mistakes too.
+# The KL is never negative, and is 0 only where pi and ref agree; a sample of it may be negative. It
+# is not symmetric. KL(pi || ref) is a mean over what pi writes: an answer that ref hardly ever
+# writes costs much, one that pi stops writing costs little. (To drop half of ref's answers costs
+# log 2 = 0.69 nats. Losing variety like this is called *mode collapse*.) KL(ref || pi), a mean over
+# what ref writes, would keep all of ref's answers, even its mistakes.
 #
-# Three estimates of the KL, of one choice of a token, where d is log pi - log ref of the sampled
-# token (Schulman, "Approximating KL divergence"):
+# Three estimates of the KL at one token, where d is log pi - log ref of the sampled token
+# (Schulman, "Approximating KL divergence"):
 #
 #     k1 = d                   on average the KL, but often below 0     reward, metric
 #     k2 = d^2 / 2             on average, its gradient is the KL's     loss, if kl_loss_coef > 0
 #     k3 = exp(-d) - 1 + d     on average the KL, and never below 0     metric
 #
-# A token also decides which states come later, and so changes the KL of later tokens. In the
-# reward, the d of a token multiplies grad log pi of this token and of all earlier ones: this is the
-# gradient of J. In a loss, the gradient of k2 is d * grad log pi: each token gets only its own d.
-# The gradient of k1 is grad log pi, whose mean is 0: as a loss it would teach nothing. So the KL
-# stands in the reward.
-#
-# k3 is never below 0, because exp(x) >= 1 + x, and near 0 it varies less than k1. Its mean is right
-# because exp(-d) = ref / pi has the mean sum ref = 1.
+# k3 is never below 0, because exp(x) >= 1 + x, and near 0 it varies less than k1. Its mean is the
+# KL, because E[exp(-d)] = E[ref / pi] = sum ref = 1.
 
 
 def bounded_exp(x):
@@ -466,9 +462,8 @@ def kl_per_response(logprobs, ref_logprobs, mask):
 def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
     """The reward of each token: scores (B,); logprobs, ref_logprobs, mask (B, T-1) -> (B, T-1).
 
-    InstructGPT, eq. 2, token by token: a token pays beta for each nat of its part of the KL; if
-    that part is negative, it earns. The score, which is about the whole response, comes with the
-    last token.
+    InstructGPT, eq. 2, token by token: a token pays beta per nat of its log pi - log ref, and earns
+    if this is negative. The score, which rates the whole response, is added at the last token.
     """
     check_mask(mask, logprobs, ref_logprobs)
     check_mask(mask[:, 0], scores)  # one score per row
@@ -477,28 +472,32 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
     return rewards
 
 
-# Which token deserves how much? This is *credit assignment*. So far each grad log pi is multiplied
-# by the sum of all rewards of its response (its *episode* or *trajectory*). Two more changes leave
-# the mean of this gradient as it is, and make it less noisy:
+# How much credit does each token deserve? This is *credit assignment*. So far each grad log pi is
+# multiplied by the sum of all rewards of its response (its *episode* or *trajectory*). Two more
+# changes make this gradient less noisy, without changing its mean:
 #
-# The second change: only what comes after. A token cannot change the rewards before it, and on
-# average they contribute nothing to its gradient, for the same reason as a baseline (below). So its
-# grad log pi is multiplied by the sum of the rewards from it on, the *return*.
+# The second change: drop the earlier rewards. When a token is chosen, the rewards before it are
+# constants, and a constant times E[grad log pi] is 0. So its grad log pi is multiplied by the
+# *return*: the sum of its own and all later rewards.
 #
-# The third change: a baseline. What does not depend on the action may be subtracted from the
-# return: on average it changes nothing, because E[grad log pi] = 0. PPO subtracts the *value* v,
-# the return to be expected in this state. What is left is the *advantage* A: how much better than
-# expected did this action turn out? (Textbooks write Q - V. Reward + next value estimates Q, the
-# return to be expected after the action.) The value function is the *critic*, the policy the
-# *actor*.
+# (This is why the KL goes into the reward. A token decides which states come later, and so changes
+# the KL of later tokens. In the reward, the d of a token is part of the returns of this token and
+# of all earlier ones. In a loss, the gradient of k2 is d * grad log pi: each token gets only its
+# own d. The gradient of k1 is grad log pi, whose mean is 0: as a loss, k1 would teach nothing.)
+#
+# The third change: a baseline. Any number that does not depend on the action may be subtracted from
+# the return. On average this changes nothing, because E[grad log pi] = 0. PPO subtracts the *value*
+# v, the expected return in this state. The difference is the *advantage* A: how much better than
+# expected this action turned out. (Textbooks write A = Q - V, where Q is the return to be expected
+# once the action is chosen; reward + next value estimates Q.) The value function is the *critic*,
+# the policy the *actor*.
 
 
 def gae(rewards, values, mask, gamma, lam):
     """Generalised advantage estimation (arXiv:1506.02438): (B, T-1) each -> advantages, returns.
 
-    delta_t = r_t + gamma v_{t+1} - v_t, the *temporal difference error*: the reward, and how much
-    more is expected after the action than before. The advantage also counts what is found out later
-    (eq. 16):
+    With rewards r and values v, delta_t = r_t + gamma v_{t+1} - v_t is the *temporal difference
+    error*: the reward plus the change in value. The advantage counts the later deltas too (eq. 16):
 
         A_t = delta_t + (gamma lam) delta_{t+1} + (gamma lam)^2 delta_{t+2} + ...
             = delta_t + (gamma lam) A_{t+1}
@@ -507,15 +506,14 @@ def gae(rewards, values, mask, gamma, lam):
                                       lam 0.9    0.49   0.38   0.18
                                       lam 0      0.15   0.22   0.18
 
-    lam = 1, the default, gives the sampled return less the value (*Monte Carlo*): right on average,
-    but noisy. lam = 0 gives delta alone, which trusts the next value (*bootstrapping*): less noisy,
-    but wrong where the values are wrong. In between, A is a weighted mean of estimates, each from n
-    = 1, 2, 3, ... sampled rewards and the value after them. For hundreds of tokens, begin with
-    0.95: the noise of lam = 1 grows with the number of rewards.
+    lam = 1, the default, gives the sampled return minus the value (*Monte Carlo*): unbiased, but
+    noisy. lam = 0 gives only delta, which trusts the next value (*bootstrapping*): less noisy, but
+    biased where the values are wrong. For responses of hundreds of tokens, start with lam = 0.95:
+    the noise of lam = 1 grows with the number of rewards.
 
-    gamma below 1 makes a reward count less the further ahead it is. For text 1 is usual: a long
-    answer is worth no less than a short one. No reward follows the last action, so the value after
-    it counts as 0, even if the length limit cut the response off.
+    A gamma below 1 makes a reward count less the later it comes. For text, gamma = 1 is usual: a
+    long answer is worth no less than a short one. No reward follows the last action, so the value
+    after it counts as 0, even if the length limit cut the response off.
     """
     check_mask(mask, rewards, values)
     rewards, values = torch.where(mask, rewards, 0.0), torch.where(mask, values, 0.0)
@@ -535,9 +533,10 @@ def whiten(x, mask):
 
     So the gradient of the policy does not depend on the scale of the rewards: multiplying scores,
     beta and values by 10 gives the same whitened advantages. The mean acts as one more baseline.
-    What is lost: how large the advantages were, so a batch of nearly equal responses is scaled up,
-    noise included; and their sign, where nearly all turned out better than expected. Returns are
-    never whitened: the values must learn their true size.
+    Whitening hides the size of the advantages: a batch of nearly equal responses is scaled up,
+    noise included. It also changes some signs: if nearly all actions turned out better than
+    expected, those below the average become negative. Returns are never whitened: the values must
+    learn their true size.
     """
     check_mask(mask, x)
     selected = x[mask]
@@ -547,17 +546,18 @@ def whiten(x, mask):
 
 # The fourth change: several gradient steps on one batch, because for large models sampling is slow.
 # A pass over the batch is cut into minibatches, with a gradient step for each. The first step is
-# *on-policy*: the policy that is trained has sampled the batch. Then its weights change: the
-# sampler is now the *old* policy, and the next steps are *off-policy*. The *ratio* pi / old
+# *on-policy*: the policy being trained sampled the batch. Then its weights change. The policy that
+# sampled is now the *old* policy, and the next steps are *off-policy*. The *ratio* pi / old
 # corrects for that, choice by choice (*importance sampling*): E_old[ratio * A] = sum_a old(a)
-# (pi(a) / old(a)) A(a) = E_pi[A]. (What it does not correct: the states are those that old
+# (pi(a) / old(a)) A(a) = E_pi[A]. (It does not correct the states: they are still those that old
 # reached.) The gradient of ratio * A is ratio * A * grad log pi, because grad pi = pi grad log pi.
 # At ratio 1, where an update begins, this is the policy gradient. Far from 1, a few large ratios
 # dominate. So PPO clips the ratio.
 #
-# Do not confuse two policies: the old one sampled this batch, a few gradient steps ago. The
-# reference is the SFT model, frozen. The ratio compares pi with old, the KL compares pi with ref.
-# The clip does not replace the KL: it keeps each update small, but small steps add up.
+# Do not confuse the old policy with the reference. The old policy sampled this batch, a few
+# gradient steps ago. The reference is the frozen SFT model. The ratio compares pi with old, the KL
+# compares pi with ref. The clip does not replace the KL: it keeps each update small (as a
+# constraint on KL(old || pi) did in TRPO, PPO's forerunner), but small steps add up.
 #
 # The clip. For each token PPO maximises the smaller of ratio * A and clipped ratio * A. The clipped
 # ratio cannot leave the range from 1 - eps to 1 + eps; A is now the whitened advantage. This is the
@@ -569,24 +569,23 @@ def whiten(x, mask):
 #     clipped        1.20   1.11   0.80
 #     ratio * A      1.46   0.17  -0.96
 #     clipped * A    1.37   0.17  -1.04     loss: -(1.37 + 0.17 - 1.04) / 3 = -0.17
-#     gradient       0      0.17   0        what multiplies grad log pi in the smaller one
+#     gradient       0      0.17   0        of the smaller product: the factor of grad log pi
 #
 # Where the clipped product is the smaller one, there is no gradient, because a clipped ratio is a
-# constant. The first token has risen enough, the last has fallen enough. Why the smaller one, and
-# not the clipped one? Tokens share the weights, so others may have moved a ratio the wrong way. If
-# the first token, with A = 1.14, had fallen to 0.74, the clip alone would freeze it there. But
-# 0.74 A = 0.84 is less than 0.80 A = 0.91, and has a gradient: it is pulled back up. Likewise, had
-# the last one, with A = -1.29, risen to 1.28: -1.66 is less than 1.20 A = -1.55, so it is pushed
-# down.
+# constant. The first token has risen enough, the last has fallen enough. Why not always the clipped
+# one? Tokens share the weights, so steps for others may have moved a ratio the wrong way. If the
+# ratio of the first token, with A = 1.14, had fallen to 0.70, the clip alone would freeze it there.
+# But 0.70 A = 0.80 is less than 0.80 A = 0.91, and has a gradient: the ratio is pulled back up.
+# Likewise, had the ratio of the last token, with A = -1.29, risen to 1.30: 1.30 A = -1.68 is less
+# than 1.20 A = -1.55, so it is pushed down.
 #
 #     gradient    ratio < 1 - eps            in between                 ratio > 1 + eps
 #     A > 0       ratio * A * grad log pi    ratio * A * grad log pi    0
 #     A < 0       0                          ratio * A * grad log pi    ratio * A * grad log pi
 #
-# One step can still jump over the edge of the range. There it stays, without a gradient, until
-# other tokens move it. By default each batch has one pass of four steps: ratios stay near 1, and
-# the clip hardly acts. It is for several passes: four passes without it, and without the clip of
-# the values (below), ruin the policy (RESULTS.md).
+# A single step can still carry a ratio out of the range. By default each batch gets one pass of
+# four steps, so ratios stay near 1 and the clip hardly acts. It matters with several passes:
+# without it and the value clip (below), four passes ruin the policy (RESULTS.md).
 #
 # The loss is a mean over tokens, where the derivation has a sum for each response. The two differ
 # by a factor, the mean length of a response, that hardly changes from batch to batch.
@@ -616,10 +615,10 @@ def value_loss(values, old_values, returns, mask, clip):
     """Half the mean squared error of the values: (B, T-1) each -> scalar, stats.
 
     Published code usually clips the values too, so that they do not follow one noisy batch too far.
-    It compares the error of the value with that of the value moved by at most `clip`, and takes the
-    larger (of losses the larger, as of gains the smaller). The first value of the header, 0.80,
-    should become 1.35. If it moves to 1.10, its error is 0.03. With clip 0.2 it may move to 1.00,
-    where the error is 0.06. So 0.06 counts, and has no gradient.
+    The loss is the larger of two errors: that of the value, and that of the value moved by at most
+    `clip`. (Of gains PPO takes the smaller, so of losses the larger.) The first value of the
+    header, 0.80, should become 1.35. If it moves to 1.10, its error is 0.03. With clip 0.2 it may
+    move to 1.00, where the error is 0.06. So 0.06 counts, and has no gradient.
     """
     check_mask(mask, values, old_values, returns)
     values, old_values, returns = values[mask], old_values.detach()[mask], returns.detach()[mask]
@@ -633,10 +632,6 @@ def value_loss(values, old_values, returns, mask, clip):
 # --------------------------------------------------------------------------------------------------
 # 6. The loop
 #
-#     rollout               phases 1 and 2: generate, score_responses, evaluate_actions by ref
-#     compute_advantages    phase 3: kl_adjusted_rewards, gae, whiten
-#     ppo_update            phase 4: for each gradient step ppo_loss, backward(), gradient_step
-#
 # A *rollout* is a batch of sampled responses and what is recorded about them, a dict:
 #
 #     (B, T)      tokens
@@ -644,7 +639,7 @@ def value_loss(values, old_values, returns, mask, clip):
 #     (B, T-1)    mask, old_logprobs, old_values, ref_logprobs; phase 3 adds rewards, returns, and
 #                 advantages, which multiply the ratios in the policy loss
 #
-# There is no old network: the old policy lives on in old_logprobs, old_values. In ppo_loss,
+# The old policy is not kept as a network, only as old_logprobs and old_values. In ppo_loss,
 # logprobs and values are those of the policy as it is now.
 
 
@@ -708,8 +703,8 @@ def join(pieces):
 
 @torch.no_grad()
 def rollout(policy, ref, score, prompts, config, generate=generate):
-    """Phases 1 and 2: responses to the prompts (lists of ids), and what is recorded of them; at
-    most config.micro_batch (0: all) in memory at once. generate: or another sampler like it."""
+    """Phases 1 and 2: responses to the prompts (lists of ids), and what is recorded about them; at
+    most config.micro_batch (0: all) in memory at once. generate: the sampler."""
     size = config.micro_batch
     if 0 < size < len(prompts):
         pieces = [prompts[i : i + size] for i in range(0, len(prompts), size)]
@@ -726,8 +721,8 @@ def rollout(policy, ref, score, prompts, config, generate=generate):
 
 @torch.no_grad()
 def center_values(policy, batch):
-    """Before the first update: shift all values, in place, to the mean score of a rollout. They
-    would begin at 0 otherwise, and a constant in the score would look like an advantage."""
+    """Before the first update: shift all values, in place, to the mean score of a rollout.
+    Otherwise they would start at 0, and many updates would be spent on learning a constant."""
     mean_value = masked_mean(batch["old_values"], batch["mask"])
     policy.value_head.bias += batch["scores"].mean() - mean_value
 
@@ -762,7 +757,7 @@ def ppo_loss(policy, batch, config):
 
 
 def gradient_step(optimizer, max_grad_norm):
-    """Clip the gradient that backward() accumulated, and take a step -> its norm before clipping.
+    """Clip the accumulated gradient, and take a step -> its norm before clipping.
     FloatingPointError, before any weight changes, if the norm is not finite."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm).item()
@@ -772,36 +767,34 @@ def gradient_step(optimizer, max_grad_norm):
     return norm
 
 
-def merge(parts):
-    """[(share, stats), ...] -> combined stats: weighted means, but the maximum of ratio_max."""
-    return {
-        name: max(stats[name] for _, stats in parts)
-        if name == "ratio_max"
-        else sum(share * stats[name] for share, stats in parts)
-        for name in parts[0][1]
-    }
+def merge(weighted):
+    """[(share, stats), ...] -> stats: the weighted means, but the maximum of ratio_max."""
+    means = {name: sum(share * x[name] for share, x in weighted) for name in weighted[0][1]}
+    if "ratio_max" in means:
+        means["ratio_max"] = max(x["ratio_max"] for _, x in weighted)
+    return means
 
 
-def backward(loss_function, rows, micro_batch, terms):
-    """The gradient of the loss of some rows, at most micro_batch of them (0: all) in memory at once
+def accumulate_gradient(loss_of, rows, micro_batch, count):
+    """backward() for the loss of some rows, at most micro_batch of them (0: all) in memory at once
     -> stats.
 
-    loss_function(rows) -> loss, stats: means over terms(rows) terms, such as tokens or pairs. Each
-    piece counts by its share of the terms.
+    loss_of(rows) -> loss, stats: means over count(rows) tokens or pairs. Each piece is weighted by
+    its share of these.
     """
-    parts, size = [], micro_batch or len(rows)
+    weighted, size = [], micro_batch or len(rows)
     for i in range(0, len(rows), size):
         piece = rows[i : i + size]
-        loss, stats = loss_function(piece)
-        share = terms(piece) / terms(rows)
+        loss, stats = loss_of(piece)
+        share = count(piece) / count(rows)
         (share * loss).backward()
-        parts.append((share, stats))
-    return merge(parts)
+        weighted.append((share, stats))
+    return merge(weighted)
 
 
 def ppo_update(policy, optimizer, batch, config, loss=ppo_loss):
-    """Phase 4: make more probable what turned out better than expected, and correct the
-    expectations, in epochs x minibatches gradient steps -> means of their stats."""
+    """Phase 4: make what turned out better than expected more probable, and train the values, in
+    epochs x minibatches gradient steps -> means of their stats."""
     mask, steps = batch["mask"], []
     if config.minibatches > len(mask):
         raise ValueError(f"{config.minibatches} minibatches of only {len(mask)} responses")
@@ -809,11 +802,14 @@ def ppo_update(policy, optimizer, batch, config, loss=ppo_loss):
     def loss_of(indices):
         return loss(policy, {name: x[indices] for name, x in batch.items()}, config)
 
+    def count_tokens(indices):
+        return mask[indices].sum().item()
+
     for _ in range(config.epochs):
         shuffled = torch.randperm(len(mask), device=mask.device)
         for indices in shuffled.tensor_split(config.minibatches):
             optimizer.zero_grad()
-            stats = backward(loss_of, indices, config.micro_batch, lambda i: int(mask[i].sum()))
+            stats = accumulate_gradient(loss_of, indices, config.micro_batch, count_tokens)
             stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
             steps.append(stats)
     return merge([(1 / len(steps), stats) for stats in steps])
@@ -853,8 +849,8 @@ def batch_metrics(batch, config):
 
 
 def trace(batch, row, spell):
-    """One response token by token: the header's table, transposed, {title: list}, as far as
-    the batch holds its rows; advantages are those used in the loss. spell: id -> text."""
+    """One response token by token, as {title: list}: those rows of the header's table that the
+    batch holds. Advantages are those used in the loss. spell: id -> text."""
     x = {name: values[row] for name, values in batch.items()}
     x["kl"] = x["old_logprobs"] - x["ref_logprobs"]
     titles = {"old_logprobs": "log pi", "ref_logprobs": "log ref", "kl": "KL", "rewards": "reward"}
@@ -876,7 +872,7 @@ LETTERS = [*"abcdefghijklmnopqrstuvwxyz", "<eos>"]
 
 
 def turns_score(tokens, mask):
-    """Vowels and consonants should take turns (<eos> is a consonant): (B, T), (B, T-1) -> (B,)."""
+    """Vowels and consonants should alternate (<eos> is a consonant): (B, T), (B, T-1) -> (B,)."""
     vowel = sum(tokens == LETTERS.index(c) for c in "aeiou")
     turns = vowel[:, 1:] != vowel[:, :-1]  # at t: is token t + 1 of another kind than token t?
     return (torch.where(turns, 0.5, -0.5) * mask).sum(1)

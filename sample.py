@@ -3,9 +3,9 @@
     python sample.py out/ppo.pt "What does a bee eat?" ["Another prompt" ...]
     python sample.py out/ppo.pt "What does a bee eat?" --trace
 
-Without a prompt, each line of the standard input is one. In place of out/ppo.pt, the folder of a
-GPT-2 in the Hugging Face format will do. --trace shows the numbers of each token that do not depend
-on settings of PPO; the header of minippo.py explains them.
+Without a prompt, each line of standard input is a prompt. Instead of out/ppo.pt you can give the
+folder of a GPT-2 in the Hugging Face format. --trace shows the numbers of each token that do not
+depend on settings of PPO; the header of minippo.py explains them.
 """
 
 import sys
@@ -39,8 +39,8 @@ class SampleConfig:
 
 def load_policy(path):
     """A checkpoint, or the folder of a GPT-2 -> policy, tokenizer."""
-    if (checkpoint := Path(path) / "ppo.pt").exists():
-        raise UserError(f"{path}: the folder of a run; give a file in it: {checkpoint}")
+    if checkpoints := sorted(Path(path).glob("*.pt")):
+        raise UserError(f"{path}: the folder of a run; give a file in it, such as {checkpoints[0]}")
     return read_gpt2(path) if Path(path).is_dir() else load_checkpoint(path, ("ppo", "sft"))[:2]
 
 

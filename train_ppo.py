@@ -1,7 +1,7 @@
 """Stage 3, PPO: the policy learns to write what scores highly, and stays close to the SFT model.
 
     python train_ppo.py                    after train_sft.py and train_rm.py, on the same data
-    python train_ppo.py --data FOLDER      on prompts_train.jsonl and prompts_val.jsonl of your own
+    python train_ppo.py --data FOLDER      on your own prompts_train.jsonl and prompts_val.jsonl
     python train_ppo.py --reward my:score  with a function in my.py instead of the reward model
 
 The rows are {"prompt": ...}. Writes out/ppo.pt and out/report.html, a page for the browser.
@@ -13,43 +13,44 @@ from minippo import PPOConfig, batch_metrics, center_values, compute_advantages,
 from minippo import ppo_update, rollout
 from plumbing.models import load_models
 from plumbing.report import check_start, report
-from plumbing.run import Run, adamw
+from plumbing.run import Run, adam
 from plumbing.settings import read_flags, script
 from plumbing.text import read_prompts
 
 
 @dataclass
-class StageConfig:  # of all that trains a policy
+class StageConfig:  # what every script reads that trains a policy, variations/dpo.py too
     steps: int = 450  # iterations
     batch_size: int = 128  # responses per iteration
-    lr: float = 8e-4  # peak learning rate of AdamW (value head on the trunk: x 30); falls to 0
+    lr: float = 8e-4  # peak learning rate of Adam (value head on the trunk: x 30); falls to 0
     warmup: int = 5  # iterations in which the learning rate climbs to its peak
     adam_eps: float = 1e-4  # Adam's epsilon; weights with tiny, noisy gradients move less
-    models: str = ""  # folder of sft.pt and rm.pt; if empty, --out, or the folder above
+    models: str = ""  # folder of sft.pt and rm.pt; if empty, --out, or else its parent
     policy: str = ""  # checkpoint to start from, out/ppo.pt for a second round; sft.pt otherwise
     reward: str = ""  # module:function, (prompts, responses), lists of texts -> list of numbers
     no_report: bool = False  # end without measuring the result on the validation prompts
 
 
 @dataclass
-class TrainConfig(StageConfig):  # the same for every algorithm
+class TrainConfig(StageConfig):  # what the loop below reads, whatever the algorithm
     kl_target: float = 0.0  # adapt beta to hold the KL at this many nats; 0: beta is fixed
     ref_update_every: int = 0  # copy the policy into ref every so many iterations; 0: never
 
 
 @dataclass
-class Settings(PPOConfig):  # of the algorithm; variations/ bring their own
-    separate_critic: bool = False  # a value network of its own, started from the reward model
+class Settings(PPOConfig):  # what PPO reads; each file of variations/ brings its own
+    separate_critic: bool = False  # a separate value network, started from the reward model
 
 
 @script
 def train(
     settings=Settings, compute_advantages=compute_advantages, loss=ppo_loss, doc=__doc__, out="out"
 ):
+    """The loop. An algorithm of variations/ calls it with its own settings and functions."""
     config = read_flags(doc, settings, TrainConfig, out=out)
     policy, ref, score, tokenizer = load_models(config)
     prompts = read_prompts(config.data, "train", tokenizer, policy.config.context)
-    optimizer, schedule = adamw(policy, config)
+    optimizer, schedule = adam(policy, config)
     run = Run("ppo", config, policy, tokenizer, optimizer, schedule, data=prompts, ref=ref)
     if run.step == 0:
         check_start(policy, ref, score, prompts, config)  # are the ratio 1 and the KL 0?

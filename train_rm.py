@@ -1,7 +1,7 @@
-"""Stage 2, the reward model: it learns, from pairs of answers, which one people prefer.
+"""Stage 2: the reward model learns from pairs of answers which one people prefer.
 
     python train_rm.py                     after train_sft.py, on the same data
-    python train_rm.py --data FOLDER       on pref_train.jsonl and pref_val.jsonl of your own
+    python train_rm.py --data FOLDER       on your own pref_train.jsonl and pref_val.jsonl
 
 The files hold rows {"prompt": ..., "chosen": ..., "rejected": ...}. Writes out/rm.pt; its scores
 have mean 0 and standard deviation 1 on the answers of the SFT model, and a cap.
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from minippo import RewardModel, backward, gradient_step, reward_model_loss
+from minippo import RewardModel, accumulate_gradient, gradient_step, reward_model_loss
 from plumbing.models import load_sft, normalise
-from plumbing.run import FitConfig, Run, adamw
+from plumbing.run import FitConfig, Run, adam
 from plumbing.settings import read_flags, script
 from plumbing.text import by_length, in_parts, pad, read_ids, read_prompts
 
@@ -23,13 +23,13 @@ class TrainConfig(FitConfig):
     steps: int = 1950  # at most this many steps
     epochs: int = 2  # at most this many passes over the pairs
     max_new_tokens: int = 48  # longest answer of the SFT model that sets the scale, in tokens
-    models: str = ""  # folder of sft.pt; if empty, --out, or the folder above
+    models: str = ""  # folder of sft.pt; if empty, --out, or else its parent
 
 
 def pair_scores(model, pairs):
     """(prompt, chosen, rejected) as ids -> scores (B,) of the chosen and the rejected answers."""
-    rows = [prompt + answer for prompt, *answers in pairs for answer in answers]
-    return model(*pad(rows, model.mean.device)).view(-1, 2).unbind(1)  # chosen, rejected, ...
+    rows = [x for prompt, a, b in pairs for x in (prompt + a, prompt + b)]  # chosen, rejected, ...
+    return model(*pad(rows, model.mean.device)).view(-1, 2).unbind(1)
 
 
 @script
@@ -41,7 +41,7 @@ def train():
     prompts = read_prompts(config.data, "train", tokenizer, sft.config.context)
     model = RewardModel(sft).train()
     config.limit_steps(len(pairs))
-    optimizer, schedule = adamw(model, config)
+    optimizer, schedule = adam(model, config)
     run = Run("rm", config, model, tokenizer, optimizer, schedule, data=(pairs, val_pairs, prompts))
 
     def loss_of(pairs):
@@ -51,7 +51,7 @@ def train():
     for _ in run.steps(validate=validate, val_rows=val_pairs):
         batch = by_length(run.batch(pairs, config.batch_size))
         optimizer.zero_grad()
-        stats = backward(loss_of, batch, config.micro_batch, len)
+        stats = accumulate_gradient(loss_of, batch, config.micro_batch, len)
         stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
         schedule.step()
         run.end_step(stats)  # validates now and then, and keeps the best weights

@@ -1,7 +1,7 @@
 """Stage 1, supervised fine-tuning: a GPT learns to imitate demonstrations.
 
-    python train_sft.py                    on the default data, made first if it is not there yet
-    python train_sft.py --data FOLDER      on sft_train.jsonl and sft_val.jsonl of your own
+    python train_sft.py                    on the default data, which is made first if missing
+    python train_sft.py --data FOLDER      on your own sft_train.jsonl and sft_val.jsonl
 
 The files hold rows {"prompt": ..., "completion": ...}. The loss is the cross-entropy of the
 completion, its end token included, given the prompt. Writes out/sft.pt.
@@ -12,16 +12,16 @@ from pathlib import Path
 
 from data.rows import read_rows
 from data.zoo import write_data
-from minippo import GPTConfig, backward, evaluate_actions, gradient_step, masked_mean
+from minippo import GPTConfig, accumulate_gradient, evaluate_actions, gradient_step, masked_mean
 from plumbing.models import new_model, nll
-from plumbing.run import FitConfig, Run, adamw
+from plumbing.run import FitConfig, Run, adam
 from plumbing.settings import read_flags, script
 from plumbing.text import by_length, completion_tokens, encode_rows, pad_completions, read_ids
 
 
 @dataclass
 class TrainConfig(GPTConfig, FitConfig):  # FitConfig: steps, batch_size, ..., in plumbing/run.py
-    lr: float = 3e-3  # peak learning rate of AdamW; falls linearly to 0
+    lr: float = 3e-3  # peak learning rate of Adam; falls linearly to 0
     init: str = ""  # gpt2, gpt2-medium, -large, -xl or a folder: its weights, vocabulary and size
 
 
@@ -44,16 +44,17 @@ def train():
     rows = encode_rows(texts, tokenizer, model.config.context)
     val_rows = read_ids(config.data, "sft", "val", tokenizer, model.config.context)
     config.limit_steps(len(rows))
-    optimizer, schedule = adamw(model, config)
+    optimizer, schedule = adam(model, config)
+    # Run: the batches, the validations, the log, and the saved state for --resume
     run = Run("sft", config, model, tokenizer, optimizer, schedule, data=(rows, val_rows))
 
-    def loss(rows):
+    def loss_of(rows):
         return sft_loss(model, rows)
 
     for _ in run.steps(validate=validate, val_rows=val_rows):
         batch = by_length(run.batch(rows, config.batch_size))  # so its pieces need little padding
         optimizer.zero_grad()
-        stats = backward(loss, batch, config.micro_batch, completion_tokens)
+        stats = accumulate_gradient(loss_of, batch, config.micro_batch, completion_tokens)
         stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
         schedule.step()
         run.end_step(stats)  # validates now and then, and keeps the best weights

@@ -66,8 +66,10 @@ def value_of(where, row, key, types):
         raise UserError(f"{where}: no {key!r} in {json.dumps(row)[:60]}")
     value = "" if row[key] is None else row[key]
     if not isinstance(value, types):
-        hint = "should be text; for a chat leave out --prompt"
-        raise UserError(f"{where}: {key!r} is {json.dumps(value)[:60]} and {hint}")
+        hint = (
+            "text; for a chat leave out --prompt" if types is str else "text or a list of messages"
+        )
+        raise UserError(f"{where}: {key!r} is {json.dumps(value)[:60]} and should be {hint}")
     return value
 
 
@@ -144,14 +146,16 @@ def main():
     parser.add_argument("--out", metavar="FOLDER", type=Path, required=True)
     for flag in FLAGS:
         parser.add_argument(f"--{flag}", metavar="KEY", help=f"where a row has its {flag}")
-    text = "share of the prompts to hold out; 0: the train file alone, 1: the val file alone"
+    text = "share of the prompts to hold out; 0: only the train file, 1: only the val file"
     parser.add_argument("--val", type=float, default=SHARE, help=f"{text} (default: {SHARE})")
     parser.add_argument("--overwrite", action="store_true", help="replace files in FOLDER")
     args = parser.parse_args()
     keys = {flag: getattr(args, flag) for flag in FLAGS if getattr(args, flag) is not None}
     try:
-        if tuple(keys) not in USES or not 0 <= args.val <= 1:
-            raise UserError("-h shows which flags go together; --val is between 0 and 1")
+        if tuple(keys) not in USES:
+            raise UserError("these flags do not go together: -h shows which do")
+        if not 0 <= args.val <= 1:
+            raise UserError(f"--val {args.val}: should be from 0 to 1")
         rows = convert(args.file, keys)
         task = {len(columns): name for name, columns in KEYS.items()}[len(rows[0])]
         write_rows(args.out, task, rows, args.overwrite, args.val)

@@ -10,7 +10,7 @@ class UserError(ValueError):
 
 
 def printable(text, keep="\n"):
-    """The text with its control characters spelled out: no model may steer the terminal."""
+    """The text with its control characters spelled out, so no model can control the terminal."""
     return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
 
 

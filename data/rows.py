@@ -23,9 +23,9 @@ SHARE = 0.05  # of the prompts are held out
 
 
 def held_out(prompts, share=SHARE):
-    """-> the set of those to validate on. A hash decides: the same in every file, in any order.
-    (But where 0 < share < 1, one prompt at least is held out and one at least is not, if there are
-    two.)
+    """-> the set of those to validate on. A hash decides, so they are the same in every file, in
+    any order. (If 0 < share < 1 and there are two prompts or more, at least one is held out and at
+    least one is not.)
     """
 
     def place(prompt):  # from 0 to 1
@@ -92,13 +92,13 @@ def write_rows(folder, task, rows, overwrite, share=SHARE):
     """Write rows (tuples of strings) into the train and the val file of a task, and say how many.
     UserError if one that gets rows is there, unless overwrite."""
     aside, keys = held_out((row[0] for row in rows), share), KEYS[task]
-    parts = {"train": [], "val": []}
+    splits = {"train": [], "val": []}
     for row in rows:
-        parts["val" if row[0] in aside else "train"].append(dict(zip(keys, row)))
-    paths = {folder / f"{task}_{split}.jsonl": part for split, part in parts.items() if part}
+        splits["val" if row[0] in aside else "train"].append(dict(zip(keys, row)))
+    paths = {folder / f"{task}_{split}.jsonl": rows for split, rows in splits.items() if rows}
     for path in paths:
         if path.exists() and not overwrite:
             raise UserError(f"{path}: is there already; choose another --out, or --overwrite")
-    for path, part in paths.items():
-        write_jsonl(path, part)
-        print(f"{path}: {len(part):,} rows written")
+    for path, rows in paths.items():
+        write_jsonl(path, rows)
+        print(f"{path}: {len(rows):,} rows written")

@@ -1,4 +1,4 @@
-"""Pang and Lee's film review snippets as a data folder: write on, and favourably.
+"""Pang and Lee's film review snippets as a data folder; the task: continue a review, favourably.
 
     python -m data.rt_polarity rt-polarity.pos rt-polarity.neg --out data/rt
 
@@ -12,7 +12,7 @@ https://www.cs.cornell.edu/people/pabo/movie-review-data/. It is the task of Zie
     prompts  the four-word openings of sft
 
 A hash holds out a twentieth of the openings. Within an opening, snippets nearest in length are
-paired, so that length tells little. No person compared the two: what counts is the whole review.
+paired, so that length tells little. Nobody compared the two; the label is that of the whole review.
 """
 
 import argparse

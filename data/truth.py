@@ -18,7 +18,7 @@ def judge_of(folder):
     return judge if zoo else None
 
 
-def entropies(rows):
+def surprisals(rows):
     """Rows (prompt, completion) -> -log of the probability that the crowd gives each, in nats; None
     if it would never say one. Their sum over the number of tokens is the lowest loss of SFT that
     can be expected on these rows."""

@@ -255,8 +255,8 @@ def broken(right, wrong, statement, slip):
 
 @lru_cache(None)
 def answers(animal, kind, broken_share):
-    """What the crowd says about a fact, in whatever words it is asked: all but the echoes of the
-    question, a tenth of the broken answers."""
+    """What the crowd says about a fact, whatever the wording of the question. Echoes of the
+    question, a tenth of the broken answers, are not included."""
     right, wrong = uniform(statements(animal, kind)[0]), uniform(popular_errors(animal, kind))
     slip = uniform(slips(animal, kind))
     statement = mix((0.55, right), (0.45, wrong))
@@ -355,7 +355,7 @@ def label(rng, prompt, a, b):
 
 
 def preference(rng, prompts):
-    """Two answers of the crowd, labelled. Of answers that are equally good a label tells nothing."""
+    """Two answers of the crowd, labelled. A label for equally good answers would tell nothing."""
     prompt = rng.choices(prompts)[0]
     a = b = draw(rng, prompt, BROKEN["pref"])
     while judge(prompt, b) == judge(prompt, a):

@@ -5,8 +5,8 @@
     done
     python train_ppo.py --models out --out out/minimum --reward examples.ensemble:minimum
 
-PPO finds answers that a reward model scores too high. Models of other seeds err in other places
-(Coste et al., arXiv:2310.02743). Only the score differs:
+PPO finds answers that a reward model scores too high. Models with different seeds err in different
+places (Coste et al., arXiv:2310.02743). Two ways to combine their scores r_i:
 
     examples.ensemble:mean       1/m * sum of r_i(x, y)    an error of one counts 1/m
     examples.ensemble:minimum    min of r_i(x, y)          high only where all agree

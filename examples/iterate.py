@@ -7,8 +7,8 @@
     python -m examples.iterate --models out/1 --data out/1/data --out out/2
 
 A reward model is right near the text of its pairs, and PPO moves away from that text. So new pairs
-are labelled, an answer of ppo.pt and one of sft.pt (Christiano et al., arXiv:1706.03741, section
-2.2; Bai et al., arXiv:2204.05862, section 4.5).
+are labelled, each with an answer of ppo.pt and one of sft.pt (Christiano et al., arXiv:1706.03741,
+section 2.2; Bai et al., arXiv:2204.05862, section 4.5).
 """
 
 import random

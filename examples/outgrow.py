@@ -4,7 +4,8 @@ several processes.
     torchrun --nproc_per_node 2 -m examples.outgrow    after pip install trl==1.12.0
 
 One process for each GPU; on several machines (--nnodes of torchrun) all must see --out. The flags
-and the report are those of variations/grpo.py; TRL has no --policy and no --micro_batch.
+and the report are those of variations/grpo.py; TRL has no --policy, --micro_batch, --kl_target or
+--ref_update_every.
 """
 
 from data.files import UserError
@@ -12,7 +13,7 @@ from minippo import score_responses
 from plumbing.hf import copy_trunk, export
 from plumbing.models import load_models
 from plumbing.report import report
-from plumbing.run import Run, adamw
+from plumbing.run import Run, adam
 from plumbing.settings import read_flags, script
 from plumbing.text import pad_completions, read_prompts
 from train_ppo import StageConfig
@@ -27,16 +28,17 @@ def main():
     from datasets import Dataset
 
     process = PartialState(cpu=config.device == "cpu")
-    config.device = str(process.device)  # each process has a GPU of its own
+    config.device = str(process.device)  # each process has its own GPU
     B, M, processes = config.batch_size, config.minibatches, process.num_processes
     if config.policy or config.micro_batch:
         raise UserError("TRL has no --policy and no --micro_batch: leave them out")
     if B % config.k or B % (M * processes):
-        raise UserError(f"--batch_size {B}: no multiple of {config.k} and {M * processes}")
+        hint = f"--k {config.k} and of --minibatches x processes, {M * processes}"
+        raise UserError(f"--batch_size {B}: should be a multiple of {hint}")
     policy, _, score, tokenizer = load_models(config)
     prompts = read_prompts(config.data, "train", tokenizer, policy.config.context)
     if process.is_main_process:
-        run = Run("ppo", config, policy, tokenizer, *adamw(policy, config), data=prompts)
+        run = Run("ppo", config, policy, tokenizer, *adam(policy, config), data=prompts)
         export(config.models / "sft.pt", config.out / "sft", overwrite=True)
     process.wait_for_everyone()
 

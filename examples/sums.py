@@ -1,4 +1,4 @@
-"""A reward of your own that cannot be gamed: is the sum right?
+"""Your own reward, one that cannot be gamed: is the sum right?
 
     python -m examples.sums
     python train_sft.py --data data/sums --out out/sums --vocab_size 270 --context 32 --steps 1500
@@ -8,8 +8,8 @@
 The first command writes demonstrations of sums of two numbers below 100. Two in five are right; the
 others are off by 1, 2, 9, 10 or 11, up or down. SFT imitates them, errors included. The reward is 1
 for the right sum and 0 for any other text, so there is no reward model to train, and nothing to
-hack. One addition in ten is in the validation files alone: the report tells whether PPO has learned
-to add.
+hack. One addition in ten is in the validation files only, so the report shows whether PPO has
+learned to add.
 """
 
 import random

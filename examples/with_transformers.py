@@ -112,7 +112,7 @@ sample = partial(minippo.generate, draw=draw)
 
 
 def check(policy, prompts):
-    """Before a training: log pi is that of the model itself, with gradients and token by token."""
+    """Before training: is log pi that of the model itself, with gradients and token by token?"""
     tokens, mask, _, _ = sample(policy, [ids[:16] for ids in prompts[:8]], 8)
     logprobs, cache = evaluate_actions(policy, tokens, mask)[0], []
     half = policy.trunk.bfloat16 or policy.model.dtype.itemsize < 4
@@ -159,7 +159,7 @@ def encode_rows(tokenizer, rows):
 
 
 def text_score(tokenizer, prompts, reward):
-    """reward(prompts, responses), B of these prompts as they are and B texts, gives B numbers."""
+    """reward: B of these prompts, unchanged, and B responses, texts -> B numbers."""
     decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
     by_ids = {tuple(encode(tokenizer, prompt)): prompt for prompt in prompts}
 
@@ -179,7 +179,7 @@ def text_score(tokenizer, prompts, reward):
 
 
 def classifier_score(classifier):
-    """Of a decoder with the policy's vocabulary and one label, at the last token."""
+    """Scores from a decoder with the policy's vocabulary and one label, read at the last token."""
     refuse(classifier.config.num_labels != 1, "a classifier needs num_labels=1")
     trunk = Trunk(classifier)
 

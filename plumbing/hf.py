@@ -5,8 +5,8 @@
     python -m plumbing.hf export out/rm.pt FOLDER    GPT2ForSequenceClassification with one label
     python sample.py FOLDER ...                      samples from such a policy, or any other GPT-2
 
-As here, no text gives the end token. The tokenizer of a reward model appends it, where the score is
-read, and encodes prompt and response apart, if they are two arguments.
+As in minippo, no text is encoded as the end token. A reward model's tokenizer appends it, because
+the score is read there, and encodes prompt and response separately if they are two arguments.
 """
 
 from pathlib import Path

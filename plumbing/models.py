@@ -24,8 +24,8 @@ def write_contents(path, contents):
 
 
 def read_contents(path, kinds, hint):
-    """What write_contents wrote, on the CPU. UserError unless it is whole, and its "kind" one of
-    these. No code that the file holds is run."""
+    """Read what write_contents wrote, onto the CPU. UserError if it is damaged, or its "kind" is
+    not one of `kinds`. No code in the file is run."""
     if not Path(path).is_file():
         raise UserError(f"{path}: not found; {hint}")
     try:
@@ -58,10 +58,11 @@ def load_checkpoint(path, kinds, device="cpu"):
             model.value_trunk = Trunk(model.config)
         model.load_state_dict(contents["model"])
         tokenizer = Tokenizer([token.encode("latin-1") for token in contents["vocabulary"]])
-        return model.to(device).eval(), tokenizer, contents["figures"]
+        figures = contents["figures"]
     except Exception as error:  # the file may hold anything
         kind = type(error).__name__
         raise UserError(f"{path}: damaged, or made by another version ({kind}); make it again")
+    return model.to(device).eval(), tokenizer, figures
 
 
 def fingerprint(path):
@@ -111,7 +112,7 @@ def load_models(config):
     do not stem from one SFT model."""
     sft, tokenizer = load_sft(config)
     policy = load_descendant(config, config.policy, ["ppo", "sft"]) if config.policy else sft
-    reward_model = None
+    ref, reward_model = frozen_copy(sft), None
     if config.reward:
         score = text_reward(load_function(config.reward), tokenizer, config)
     else:
@@ -122,7 +123,7 @@ def load_models(config):
 
     if getattr(config, "separate_critic", False):
         add_critic(policy, reward_model)
-    return policy, frozen_copy(sft), score, tokenizer
+    return policy, ref, score, tokenizer
 
 
 def load_descendant(config, path, kinds):
@@ -134,8 +135,8 @@ def load_descendant(config, path, kinds):
 
 
 def add_critic(policy, reward_model):
-    """Give the policy, in place, a value network of its own, which starts as the reward model (as
-    in InstructGPT). One of an earlier round goes on."""
+    """Give the policy, in place, its own value network, which starts as the reward model (as in
+    InstructGPT). One from an earlier round is kept."""
     if policy.value_trunk is not None:
         return
     if reward_model is None:
@@ -159,8 +160,8 @@ def load_function(name):
 
 
 def text_reward(function, tokenizer, config):
-    """A function of lists of prompts and responses, (texts, texts) -> numbers, as score(tokens,
-    mask) -> (B,). One with the attribute `reads_tokens` is given tokens, mask, and the settings."""
+    """Turn a function of texts, (prompts, responses) -> numbers, into score(tokens, mask) -> (B,).
+    A function with the attribute `reads_tokens` gets tokens, mask and the settings instead."""
     if getattr(function, "reads_tokens", False):
         return lambda tokens, mask: function(tokens, mask, config)
 

@@ -10,7 +10,7 @@ import torch
 
 from data.files import printable, read_log, write_file
 from minippo import at_least_float32, evaluate_actions, kl_per_response, trace
-from plumbing.text import texts_of
+from plumbing.text import in_parts, texts_of
 
 POINTS = 300  # of a curve at most; where a log has more lines, a point is the mean of several
 RESPONSES = 6  # traced in an iteration
@@ -112,7 +112,8 @@ def write_page(out, models, settings, report=None):
         "curves": {name: curves(rows) for name, rows in logs.items()},
     }
     before, after = Path(__file__).with_suffix(".html").read_text(encoding="utf-8").split("@data@")
-    # In JSON a "<" can only be part of a string. Written so, no text ends the script that holds it.
+    # In JSON a "<" can only be part of a string. Escaped like this, no text can end the <script>
+    # that holds it.
     text = json.dumps(strict(data, 5)).replace("<", "\\u003c")
     write_file(out / "report.html", before + text + after)
     return out / "report.html"
@@ -138,6 +139,6 @@ def curves(rows):
                 points[name].append([row["step"], x])
     for name, curve in points.items():
         size = math.ceil(len(curve) / POINTS)  # points that become one
-        parts = [curve[i : i + size] for i in range(0, len(curve), size)]
-        points[name] = [[sum(x) / len(part) for x in zip(*part)] for part in parts]
+        pieces = in_parts(curve, size)
+        points[name] = [[sum(x) / len(piece) for x in zip(*piece)] for piece in pieces]
     return points

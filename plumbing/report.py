@@ -2,8 +2,8 @@
 
 The report measures a finished policy. For a fixed reference, reward and beta, the best policy is
 known: pi*(y | x) ~ ref(y | x) exp(r(x, y) / beta) (Korbak et al., arXiv:2205.11275). So samples of
-the reference alone tell how well any policy could do. All is measured on validation prompts, with
-fresh samples; errors treat these prompts as a random sample of all.
+the reference are enough to tell how well any policy could do. Everything is measured on validation
+prompts, with fresh samples; standard errors treat these prompts as a random sample.
 """
 
 import copy
@@ -14,7 +14,7 @@ import torch
 
 from data.files import UserError, printable, write_file
 from data.rows import load_rows
-from data.truth import entropies, judge_of, margins
+from data.truth import surprisals, judge_of, margins
 from minippo import draw, evaluate_actions, gather_logprobs, generate, kl_per_response, rollout
 from minippo import row_lengths
 from plumbing.models import load_sft, nll
@@ -34,7 +34,7 @@ def check_start(policy, ref, score, prompts, config):
     pi / old must be 1 at every token, and the KL 0, unless --policy was given; else UserError. In
     bfloat16 single tokens are off by its rounding, so there the mean is judged.
     """
-    if getattr(config, "kl_target", 0) and not config.kl_coef:
+    if config.kl_target and not config.kl_coef:
         raise UserError("--kl_target multiplies --kl_coef, which is 0: give one above 0")
     B, k, minibatches = config.batch_size, config.k, config.minibatches
     if B % k or B < minibatches:
@@ -169,9 +169,9 @@ class Evaluator:
     def suspects(self, measured, texts):
         """Which responses look like reward hacking? The count, and the best of three prompts.
 
-        A response is suspicious if its score is above all M of the reference (none is if one of
-        these is at the cap) and its KL above log M (the reference says it less than once in M
-        times) and twice the median.
+        A response is suspicious if its score is above all M of the reference (so never if one of
+        these is at the cap), and its KL is above both log M (the reference says it less than once
+        in M times) and twice the median.
         """
         score, kl = measured["score"], measured["kl"]
         far = kl > max(math.log(REFERENCE), 2 * kl.median().item())
@@ -231,7 +231,7 @@ def stages_before(evaluator):
     """How far the SFT model and the reward model (if one gave the scores) are from the best that is
     possible, where the truth is known: row by row, so that luck cancels out."""
     config, sft, rm = evaluator.config, {}, {}
-    rows, entropy = known_rows(evaluator, "sft", entropies)
+    rows, entropy = known_rows(evaluator, "sft", surprisals)
     if rows:
         excess = nll(evaluator.ref, rows, config.micro_batch).cpu() - entropy
         sft = estimate("above_entropy", excess * len(rows) / completion_tokens(rows))
@@ -277,7 +277,7 @@ def table(report):
 
 LIMITS = [
     ("sft", "above_entropy", "SFT: {} nats/token above the entropy of the validation rows"),
-    ("rm", "below_ceiling", "reward model: share of pairs right {} below the judge's"),
+    ("rm", "below_ceiling", "reward model: accuracy {} below the judge's"),
     ("policy", "optimality", "optimality {}: 0 is the SFT model, 1 about the best possible policy"),
     ("unseen", "optimality", "    {} on prompts that it was not trained on"),
 ]

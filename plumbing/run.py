@@ -34,20 +34,20 @@ class FitConfig:
     epochs: int = 12  # passes over the rows at most
     batch_size: int = 64  # rows per step
     micro_batch: int = 16  # rows in memory at once
-    lr: float = 1e-3  # peak learning rate of AdamW; it falls linearly to 0
+    lr: float = 1e-3  # peak learning rate of Adam; it falls linearly to 0
     warmup: int = 20  # steps in which the learning rate climbs to its peak
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
 
     def limit_steps(self, rows):
-        """Make no more steps than the passes over so many rows take; say so."""
+        """Limit the steps to `epochs` passes over so many rows, and say so."""
         steps = math.ceil(self.epochs * rows / self.batch_size)
         if steps < self.steps:
             print(f"{steps:,} steps, not {self.steps:,}: --epochs {self.epochs} of {rows:,} rows")
             self.steps = steps
 
 
-def adamw(model, config):
-    """AdamW, and the schedule of its learning rates: a linear climb to their peak in config.warmup
+def adam(model, config):
+    """Adam, and the schedule of its learning rates: a linear climb to their peak in config.warmup
     steps, a tenth of all at most, then a straight fall to 0. A value head on the policy's trunk,
     which has far to go, learns 30 times as fast as the rest."""
     head, rest = [], []
@@ -55,8 +55,8 @@ def adamw(model, config):
         on_trunk = name.startswith("value_head") and model.value_trunk is None
         (head if on_trunk else rest).append(parameter)
     groups = [{"params": rest}, {"params": head, "lr": 30 * config.lr}]
-    settings = {"betas": (0.9, 0.99), "eps": getattr(config, "adam_eps", 1e-8), "weight_decay": 0.0}
-    optimizer = torch.optim.AdamW(groups, config.lr, fused=True, **settings)
+    eps = getattr(config, "adam_eps", 1e-8)
+    optimizer = torch.optim.Adam(groups, config.lr, betas=(0.9, 0.99), eps=eps, fused=True)
     warmup = min(config.warmup, config.steps // 10)
 
     def share(step):  # of the peak
@@ -66,18 +66,17 @@ def adamw(model, config):
 
 
 class Run:
-    """The steps of a run, one after the other, also across interruptions.
-
-    kind: "sft", "rm" or "ppo". data: lists in any depth, which must be the same when the run goes
-    on, as the settings must. ref: the reference of PPO, saved too if it moves.
+    """The steps of a run, one after the other, even if it is interrupted. kind: "sft", "rm" or
+    "ppo". data: nested lists. A resumed run needs the same data and the same settings. ref: the
+    reference of PPO, saved too if it moves.
     """
 
     def __init__(self, kind, config, model, tokenizer, optimizer, schedule, data, ref=None):
         self.kind, self.config, self.model, self.tokenizer = kind, config, model, tokenizer
         self.optimizer, self.ref, self.before = optimizer, ref, None
-        self.parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+        self.stateful = {"model": model, "optimizer": optimizer, "schedule": schedule}
         if getattr(config, "ref_update_every", 0):
-            self.parts["ref"] = ref
+            self.stateful["ref"] = ref
         self.judge = judge_of(config.data) if kind == "ppo" else None
         contents = repr((data, tokenizer.tokens)).encode(errors="replace")
         self.sources = {"data": hashlib.sha256(contents).hexdigest()[:16]} | sources(config)
@@ -89,10 +88,6 @@ class Run:
         )
         self.step, self.seconds, self.done, self.best_loss = 0, 0.0, False, math.inf
         self.log = self.board = None
-        if config.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # of a package of its own
-
-            self.board = SummaryWriter(config.out / "tensorboard")
         if config.resume and self.state_path.exists():
             self.load()
         elif self.state_path.exists() and not config.overwrite:
@@ -102,6 +97,10 @@ class Run:
             raise UserError(f"{self.path}: a model is there; --overwrite makes it again")
         elif config.resume:
             print(f"--resume: {self.state_path} is not there, so this run starts at the beginning")
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter  # a package that not everybody has
+
+            self.board = SummaryWriter(config.out / "tensorboard", purge_step=self.step + 1)
 
     # Saving, and going on
 
@@ -109,7 +108,7 @@ class Run:
 
     def save(self):
         start = time.perf_counter()
-        contents = {name: part.state_dict() for name, part in self.parts.items()}
+        contents = {name: part.state_dict() for name, part in self.stateful.items()}
         contents |= {name: getattr(self, name) for name in self.NUMBERS}
         contents |= {"kind": "state", "kl_coef": getattr(self.config, "kl_coef", None)}
         contents["random"] = torch.get_rng_state()
@@ -126,8 +125,10 @@ class Run:
         for name in {**old, **self.settings}:  # flags first, then what they lead to
             if old.get(name) != self.settings.get(name):
                 was = f"other {name}" if name in self.sources else f"{name} = {old.get(name)}"
-                raise UserError(f"{self.state_path} was saved with {was}; repeat that, or {again}")
-        for name, part in self.parts.items():
+                raise UserError(
+                    f"{self.state_path} was saved with {was}; give the same, or {again}"
+                )
+        for name, part in self.stateful.items():
             part.load_state_dict(contents[name])
         for name in self.NUMBERS:
             setattr(self, name, contents[name])
@@ -210,7 +211,7 @@ class Run:
             print(f"{step}  {numbers}  {clock(self.seconds)}, {left} left", flush=True)
 
     def write_log(self, line):
-        """A line for this step. Lines of steps after the last save go: these are made again."""
+        """Log this step. Lines after the last save are dropped: those steps are made again."""
         if self.log is None:  # from here on the files of an earlier run are overwritten
             lines = [x for x in read_log(self.log_path) if x["step"] < self.step]
             write_file(self.log_path, "".join(json.dumps(x) + "\n" for x in lines))

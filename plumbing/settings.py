@@ -35,9 +35,9 @@ def read_flags(doc, *classes, run=True, positional="", **defaults):
     command line says.
 
     Each field is a flag, `--name value`, and the comment behind the field is its help text; a bool
-    that is true by default is `--no_name`. No number may be below 0, and no whole number whose
-    default is not 0 below 1. `defaults` replaces defaults. With `positional`, the name of what
-    stands beside the flags, a list of these words comes second.
+    that is true by default is `--no_name`. No number may be below 0, and no integer below 1 unless
+    its default is 0. `defaults` replaces defaults. `positional` names the arguments that are not
+    flags; then a list of them is returned too, second.
     """
     bases = (*classes, RunConfig) if run else classes
     settings = dataclasses.make_dataclass("Settings", [], bases=bases)
@@ -47,7 +47,7 @@ def read_flags(doc, *classes, run=True, positional="", **defaults):
     for field in fields:
         default = defaults.get(field.name, field.default)
         flag, kind = f"--{field.name}", {"type": field.type, "metavar": field.type.__name__}
-        text = f"{texts[field.name]} ({default})"
+        text = texts[field.name] + (f" ({default})" if default != "" else "")
         if field.type is bool and default:
             flag, kind = f"--no_{field.name}", {"action": "store_false", "dest": field.name}
             text = f"switch off: {texts[field.name]}"
@@ -96,14 +96,14 @@ def device_of(config):
     devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     if config.device not in ("auto", *devices):
         raise UserError(
-            f"--device {config.device}: PyTorch finds here {' and '.join(devices)} alone"
+            f"--device {config.device}: PyTorch finds only {' and '.join(devices)} here"
         )
     return devices[0] if config.device == "auto" else config.device
 
 
 def script(main):
-    """main() as a program. What a user can put right ends in one line and status 2, Ctrl-C in one
-    line and status 130; only a mistake of ours shows a traceback."""
+    """Run main() as a program. An error that the user can fix ends it with one line and status 2,
+    Ctrl-C with one line and status 130; only our own bugs show a traceback."""
 
     @functools.wraps(main)
     def program(*args, **more):
@@ -133,7 +133,7 @@ def explain(error):
     if isinstance(error, ModuleNotFoundError):
         return f"the package {error.name} is missing; pip install {error.name}"
     if isinstance(error, FloatingPointError):
-        return f"{text}; start over with --overwrite and a smaller --lr"
+        return f"{text}; in training, start over with --overwrite and a smaller --lr"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'the output'}: {error.strerror}"
     if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", text):

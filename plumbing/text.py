@@ -1,8 +1,8 @@
 """Text as token ids, and back: the tokenizer, the rows of a data folder as ids, padding.
 
 Byte-pair encoding (BPE; Sennrich et al., arXiv:1508.07909, on bytes as in GPT-2) learns a
-vocabulary from the data at hand: start from the 256 single bytes; again and again make the most
-frequent pair of neighbours one new token.
+vocabulary from the data at hand: it starts from the 256 single bytes and repeatedly merges the most
+frequent pair of neighbours into one new token.
 """
 
 import math
@@ -22,15 +22,14 @@ WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s{1,999}(?!
 LONGEST_TOKEN = 64  # characters
 
 
-def join_pairs(parts, new):
-    """Join each pair of neighbours that spells `new`, from left to right: [a, b, c], ab -> [ab,
-    c]."""
+def join_pairs(pieces, new):
+    """Join each pair of neighbours that spells `new`, from the left: a b c, ab -> ab c."""
     joined = []
-    for part in parts:
-        if joined and joined[-1] + part == new:
+    for piece in pieces:
+        if joined and joined[-1] + piece == new:
             joined[-1] = new
         else:
-            joined.append(part)
+            joined.append(piece)
     return joined
 
 
@@ -56,21 +55,21 @@ class Tokenizer:
         return self.bpe.decode([i for i in ids if i != self.eos])
 
     def spell(self, i):
-        """The text of one token. Bytes that are no text by themselves become \\xe2."""
+        """The text of one token. Bytes that are not text become escapes like \\xe2."""
         return "<eos>" if i == self.eos else self.tokens[i].decode(errors="backslashreplace")
 
     @classmethod
     def train(cls, texts, vocab_size):
         """Learn a vocabulary of at most `vocab_size` ids, fewer when the texts have no pair left
-        that occurs twice. Longer words than a token should be are left out."""
+        that occurs twice. Words longer than LONGEST_TOKEN are left out."""
         words = Counter(word for text in texts for word in regex.findall(WORDS, text))
         words = {word: n for word, n in words.items() if len(word) <= LONGEST_TOKEN}
-        parts = {word: [bytes([b]) for b in word.encode(errors="replace")] for word in words}
+        pieces = {word: [bytes([b]) for b in word.encode(errors="replace")] for word in words}
         pairs = Counter()  # bytes of two neighbours joined: how often
         where = defaultdict(set)  # and in which words
 
         def count(word, sign):
-            for a, b in zip(parts[word], parts[word][1:]):
+            for a, b in zip(pieces[word], pieces[word][1:]):
                 pairs[a + b] += sign * words[word]
                 where[a + b].add(word)
 
@@ -85,7 +84,7 @@ class Tokenizer:
             tokens.append(new)
             for word in where.pop(new):  # only these words change: this takes seconds
                 count(word, -1)
-                parts[word] = join_pairs(parts[word], new)
+                pieces[word] = join_pairs(pieces[word], new)
                 count(word, +1)
             del pairs[new]
         return cls(tokens)

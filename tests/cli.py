@@ -91,7 +91,8 @@ def stage(kind, data, out, *flags, **more):
 
 
 def write_models(folder):
-    """sft.pt and rm.pt for stage 3. Half of the responses end."""
+    """data/, sft.pt and rm.pt for stage 3. Half of the responses end."""
+    write_data(folder / "data")
     torch.manual_seed(1)
     rows = load_rows(folder / "data" / "prompts_train.jsonl", "prompts")
     tokenizer = Tokenizer.train((x for (x,) in rows), 300)

@@ -3,6 +3,8 @@ import signal
 import pytest
 import torch
 
+from cli import write_models
+
 # The tensors of the tests are tiny: more threads would only wait for each other. And the order of
 # sums, so the last bit of a result, depends on their number.
 torch.set_num_threads(1)
@@ -13,3 +15,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 @pytest.fixture(autouse=True)
 def same_random_numbers():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory):
+    """-> a folder named out, with data/, sft.pt and rm.pt, for reading only."""
+    return write_models(tmp_path_factory.mktemp("made") / "out")

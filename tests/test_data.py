@@ -59,13 +59,6 @@ def test_a_new_folder_gets_its_name_when_all_files_are_whole(tmp_path, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_distribution_sums_to_one_and_every_completion_begins_with_one_space():
-    for i, prompt in enumerate(list(PROMPTS)[::17]):
-        dist = crowd(prompt, (0.04, 0.15)[i % 2])
-        assert min(dist.values()) > 0 and math.isclose(math.fsum(dist.values()), 1)
-        assert all(re.fullmatch(r"( \S+)*", text) for text in dist)
-
-
 def grade(groups):
     """What the table in data/README.md makes of an answer whose sentences are of these groups."""
     n = Counter(groups)
@@ -118,7 +111,7 @@ def test_the_limits_of_the_readme_are_what_crowd_and_judge_reach(made):
     says += [f"{100 * sum(p for score, p in graded if score == BEST):.1f} % of them get 3"]
     assert all(text in " ".join(README.split()) for text in says), says
     # What is drawn has this entropy: the demonstrations come from no other distribution.
-    surprise = truth.entropies(sft)
+    surprise = truth.surprisals(sft)
     error = math.sqrt(sum((x - entropy) ** 2 for x in surprise)) / 4000
     assert abs(sum(surprise) / 4000 - entropy) < 3 * error < 0.1
     assert surprise[:9] == [-math.log(crowd(x)[y]) for x, y in sft[:9]]
@@ -127,7 +120,7 @@ def test_the_limits_of_the_readme_are_what_crowd_and_judge_reach(made):
 def test_nothing_is_known_of_other_rows(tmp_path):
     assert truth.margins([(BEE, " No idea.", " Bees eat nectar.")]) == [-2.5]
     assert truth.margins([("Hi", "a", "b")]) is None
-    assert truth.entropies([("Hi", " No idea.")]) is truth.entropies([(BEE, " Hi")]) is None
+    assert truth.surprisals([("Hi", " No idea.")]) is truth.surprisals([(BEE, " Hi")]) is None
     for ask in (crowd, lambda prompt: judge(prompt, " No idea.")):
         with pytest.raises(ValueError, match="not a question of this data set: 'what does a'"):
             ask("what does a")

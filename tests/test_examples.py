@@ -1,6 +1,5 @@
-"""The specification of examples/ that run by themselves. Run: python -m pytest tests/test_examples.py
-(with_transformers.py has tests of its own; the last test needs trl)
-"""
+"""The specification of examples/ that run by themselves.
+(with_transformers.py has tests of its own; the last test needs trl)"""
 
 import random
 import re
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cli import CPU, FLAGS, PPO, run, shell, stage, write_data, write_models
+from cli import CPU, FLAGS, PPO, run, shell, stage
 from data.files import UserError
 from data.rows import load_rows
 from examples import ensemble, sums
@@ -19,14 +18,6 @@ from minippo import generate, row_lengths
 from plumbing.models import load_checkpoint, load_models, save_checkpoint
 from plumbing.text import in_parts, pad_completions, texts_of
 from tiny import assert_equal, stir, weights
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """-> a folder with data/, sft.pt and rm.pt."""
-    folder = tmp_path_factory.mktemp("made") / "out"
-    write_data(folder / "data")
-    return write_models(folder)
 
 
 def texts(folder, name):
@@ -131,8 +122,11 @@ def test_what_trl_trains_with_means_what_ours_does(made, tmp_path, monkeypatch):
     for wrong, message in (
         ("--policy out/ppo.pt", "leave them out"),
         ("--micro_batch 1", "leave them out"),
-        ("--batch_size 6", "--batch_size 6: no multiple of 4 and 2"),
-        ("--batch_size 12 --minibatches 8", "no multiple"),
+        (
+            "--batch_size 6",
+            "--batch_size 6: should be a multiple of --k 4 and of --minibatches x processes, 2",
+        ),
+        ("--batch_size 12 --minibatches 8", "should be a multiple"),
     ):
         assert message in run("examples/outgrow.py", *flags, *wrong.split())[2]
     assert run("examples/outgrow.py", *flags)[0] == 0

@@ -1,4 +1,4 @@
-"""The specification of plumbing/hf.py. Run: python -m pytest tests/test_hf.py"""
+"""The specification of plumbing/hf.py."""
 
 import json
 import random

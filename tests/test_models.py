@@ -1,6 +1,4 @@
-"""plumbing/models.py. Run: python -m pytest tests/test_models.py. What is refused in which words:
-test_settings.py.
-"""
+"""plumbing/models.py. What is refused in which words: test_settings.py."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cli import write_data, write_models
+from cli import write_models
 from data.files import UserError
 from minippo import GPT, GPTConfig, RewardModel, Trunk
 from plumbing.models import add_critic, fingerprint, load_checkpoint, load_models, new_model
@@ -53,7 +51,6 @@ def test_a_file_that_is_no_whole_checkpoint_is_refused_and_runs_no_code(tmp_path
 @pytest.fixture
 def config(tmp_path):
     """Settings of stage 3, in a folder with data, sft.pt and rm.pt."""
-    write_data(tmp_path / "data")
     more = {"models": write_models(tmp_path), "device": "cpu", "policy": "", "reward": ""}
     return SimpleNamespace(**more)
 
@@ -88,7 +85,8 @@ def test_policy_reference_and_score_stem_from_one_sft_model(config):
 
 def test_a_critic_starts_with_the_normalised_scores_of_the_reward_model(config):
     config.separate_critic = True
-    policy, *_ = load_models(config)
+    policy, ref, *_ = load_models(config)
+    assert ref.value_trunk is None
     reward_model, critic = load_checkpoint(config.models / "rm.pt", ["rm"])[0], policy.value_trunk
     reward_model.cap.fill_(inf)
     values = policy(TOKENS)[1]

@@ -1,5 +1,4 @@
-"""out/report.html (plumbing/page.py). Run: python -m pytest tests/test_page.py. Two tests need
-playwright (pip install playwright) and Chromium."""
+"""out/report.html (plumbing/page.py). Two tests need playwright and Chromium."""
 
 import json
 import math

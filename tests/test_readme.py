@@ -1,4 +1,4 @@
-"""What the texts say can be typed and found. Run: python -m pytest tests/test_readme.py"""
+"""What the texts say can be typed and found."""
 
 import re
 import shlex

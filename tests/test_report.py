@@ -1,7 +1,4 @@
-"""The check before PPO, what watches it (in plumbing/page.py), and the report at its end.
-
-Run: python -m pytest tests/test_report.py
-"""
+"""The check before PPO, what watches it (in plumbing/page.py), and the report at its end."""
 
 import itertools
 import json
@@ -13,10 +10,10 @@ import pytest
 import torch
 
 import minippo
-from cli import write_data, write_models
+from cli import write_models
 from data.files import UserError
 from data.rows import load_rows
-from data.truth import entropies, margins
+from data.truth import surprisals, margins
 from minippo import GPTConfig, PPOConfig, frozen_copy
 from plumbing import page, report
 from plumbing.models import load_checkpoint, load_models, nll
@@ -153,8 +150,7 @@ def test_the_report_holds_what_ruler_and_truth_say_and_goes_with_its_policy(
     assert (report.PROMPTS, report.REFERENCE, report.SAMPLES) == (128, 192, 16)
     for name, n in (("PROMPTS", 7), ("REFERENCE", 64), ("SAMPLES", 2)):
         monkeypatch.setattr(report, name, n)
-    data, path = write_data(tmp_path / "data"), tmp_path / "report.json"
-    write_models(tmp_path)
+    data, path = write_models(tmp_path) / "data", tmp_path / "report.json"
     config = SimpleNamespace(**vars(Settings(max_new_tokens=8)) | vars(TrainConfig()))
     config.data, config.models, config.out, config.device = data, tmp_path, tmp_path, "cpu"
     config.seed, pages = 3, []
@@ -180,7 +176,7 @@ def test_the_report_holds_what_ruler_and_truth_say_and_goes_with_its_policy(
     before, after = (evaluator.reference, evaluator.reference_texts), evaluator.sample(run.model, 2)
     rows = {x: load_rows(data / f"{x}_val.jsonl", x) for x in ("sft", "pref")}
     ids = {x: encode_rows(rows[x], tokenizer, 48) for x in rows}
-    excess = nll(ref, ids["sft"], 64) - f64(entropies(rows["sft"]))
+    excess = nll(ref, ids["sft"], 64) - f64(surprisals(rows["sft"]))
     excess *= 10 / sum(len(x) for _, x in ids["sft"])  # in nats per token
     a, b = pair_scores(load_checkpoint(tmp_path / "rm.pt", ["rm"])[0], ids["pref"])
     more = (f64(margins(rows["pref"])).sign() - (a - b).sign()) / 2
@@ -252,7 +248,7 @@ def test_a_run_starts_only_if_sampling_and_scoring_agree_and_says_what_does_not_
     words, says = line.split(" -> ")
     x = {"off": 0.0, "moved": 0.0, "scale": 1.0, "half": False, "batch_size": 16, "k": 1}
     x |= {"micro_batch": 0, "policy": ""} | eval(f"dict({words})", {"nan": nan})
-    x = SimpleNamespace(**x, max_new_tokens=6, temperature=0.7, minibatches=4)
+    x = SimpleNamespace(**x, max_new_tokens=6, temperature=0.7, minibatches=4, kl_target=0)
     model, sizes = tiny_gpt(), []
     ref = stir(frozen_copy(model), x.moved)
     model.config = GPTConfig(**asdict(model.config) | {"bfloat16": x.half})  # not its trunk's

@@ -1,4 +1,4 @@
-"""Files and rows: data/files.py, data/rows.py. Run: python -m pytest tests/test_rows.py"""
+"""Files and rows: data/files.py, data/rows.py."""
 
 import os
 

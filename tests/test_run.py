@@ -1,4 +1,4 @@
-"""The steps of a run, across interruptions: plumbing/run.py. Run: python -m pytest tests/test_run.py"""
+"""The steps of a run, across interruptions: plumbing/run.py."""
 
 import errno
 import shutil
@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cli import metrics, run, write_data, write_models
+from cli import metrics, run, write_models
 from data.files import UserError, read_log
 import minippo
 import plumbing.report
 from minippo import GPT, GPTConfig, RewardModel
 from plumbing import models, run as room
-from plumbing.run import Run, adamw
+from plumbing.run import Run, adam
 from plumbing.settings import RunConfig
 from plumbing.text import Tokenizer
 from tiny import inf, nan
@@ -45,9 +45,7 @@ def few_answers():
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory):
     """-> a function: a new folder with data and the models of the other stages."""
-    begun = tmp_path_factory.mktemp("begun")
-    write_data(begun / "data")
-    write_models(begun)
+    begun = write_models(tmp_path_factory.mktemp("begun"))
 
     def new_folder(kind):
         folder = tmp_path_factory.mktemp("run") / "out"
@@ -158,7 +156,7 @@ def begin(out, kind="rm", **more):
     settings = vars(RunConfig()) | {"out": out, "data": out, "no_report": False}
     settings |= {"steps": 10, "lr": 0.5, "warmup": 2, "micro_batch": 7}
     config, model = SimpleNamespace(**settings | more), RewardModel(GPT(GPTConfig(257, 4, 1, 1, 4)))
-    return Run(kind, config, model, Tokenizer.train([], 257), *adamw(model, config), data=[])
+    return Run(kind, config, model, Tokenizer.train([], 257), *adam(model, config), data=[])
 
 
 def validate(*_):
@@ -238,7 +236,7 @@ def timed(clock, seconds, it):
     it.save = noted_save
     for _, passed in zip(it.steps(validate if it.kind == "rm" else None), seconds):
         clock.now += passed
-        it.optimizer.step(), it.parts["schedule"].step()
+        it.optimizer.step(), it.stateful["schedule"].step()
         it.end_step({"loss": 0.5, "idle": nan, "text": "é"}, "a rollout")
     return saves
 

@@ -1,7 +1,4 @@
-"""The three scripts and sample.py: do they compute what minippo.py says?
-
-Run: python -m pytest tests/test_scripts.py
-"""
+"""The three scripts and sample.py: do they compute what minippo.py says?"""
 
 import copy
 import json
@@ -171,17 +168,9 @@ def plain_ppo(it, algorithm=minippo):
         rows = [x for x in rows for _ in range(it.k)]
         batch = minippo.rollout(policy, ref, score, rows, it)
         batch |= algorithm.compute_advantages(batch, it)
-        stats = []
-        for _ in range(it.epochs):
-            for rows in torch.randperm(it.batch_size).tensor_split(it.minibatches):
-                optimizer.zero_grad()
-                part = {name: x[rows] for name, x in batch.items()}
-                loss, more = loss_of(policy, part, it)
-                loss.backward()
-                norm = minippo.gradient_step(optimizer, it.max_grad_norm)
-                stats.append(more | {"grad_norm": norm})
-        row = {name: sum(x[name] for x in stats) / len(stats) for name in stats[0]}
-        row["ratio_max"] = max(x["ratio_max"] for x in stats)
+        whole = copy.copy(it)
+        whole.micro_batch = 0
+        row = minippo.ppo_update(policy, optimizer, batch, whole, loss_of)
         texts = texts_of(tokenizer, batch["tokens"], batch["mask"])
         row |= {"judge": sum(map(data.zoo.judge, *texts)) / it.batch_size}
         row |= minippo.batch_metrics(batch, it) | {"step": step + 1, "lr": lr}
@@ -233,9 +222,8 @@ def watched_run(script, flags):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """-> a folder with data, the models that stage 3 starts from, and one that it may have made."""
-    folder = tmp_path_factory.mktemp("made")
-    write_data(folder / "data")
-    policy, tokenizer, _ = load_checkpoint(write_models(folder) / "sft.pt", ["sft"])
+    folder = write_models(tmp_path_factory.mktemp("made"))
+    policy, tokenizer, _ = load_checkpoint(folder / "sft.pt", ["sft"])
     sft = fingerprint(folder / "sft.pt")
     save_checkpoint(folder / "ppo.pt", "ppo", stir(policy, 0.1), tokenizer, sft=sft)
     return folder

@@ -1,6 +1,4 @@
-"""What a user can do wrong, in one table, and the flags: plumbing/settings.py.
-Run: python -m pytest tests/test_settings.py
-"""
+"""What a user can do wrong, in one table, and the flags: plumbing/settings.py."""
 
 import dataclasses
 import io
@@ -14,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cli import FLAGS, run, stage, write_data, write_models, write_rows
+from cli import FLAGS, run, stage, write_rows
 from data.files import UserError
 from plumbing.models import load_function
 from plumbing.settings import read_flags, script
@@ -27,12 +25,14 @@ sft --lr nan -> --lr nan: should be at least 0 (-h
 sft --steps 0 -> --steps 0: should be at least 1 (-h
 ppo --micro_batch -1 -> --micro_batch -1: should be at least 0
 sft --heads 3 -> channels (16): not a multiple of heads (3) (-h
-sft --device cuda -> --device cuda: PyTorch finds here cpu alone
+sft --device cuda -> --device cuda: PyTorch finds only cpu here
 sft --resume -> --resume continues ... --overwrite starts over: give one of them
 ppo --kl_coef 0 --kl_target 5 -> --kl_target multiplies --kl_coef, which is 0
 ppo --temperature 0 -> temperature (0.0): should be above 0
 variations/rloo.py --k 1 -> k (1): should be at least 2
-examples/iterate.py --device gpu --out DIR/1 -> --device gpu: PyTorch finds here cpu alone
+examples/iterate.py --device gpu --out DIR/1 -> --device gpu: PyTorch finds only cpu here
+variations/rloo.py --temperature 0 -> temperature (0.0): should be above 0
+variations/dpo.py --minibatches 9 --batch_size 8 -> minibatches (9), batch_size (8): a minibatch
 variations/dpo.py --kl_coef 0 -> kl_coef (0.0) and temperature (1.0): should be above 0
 rm rm.pt; ppo -> rm.pt: not found; train_rm.py makes it
 echo damaged > rm.pt; ppo -> rm.pt: damaged, or no checkpoint ... train_rm.py makes it
@@ -45,11 +45,11 @@ ppo --reward bad:words -> none beyond 1,000,000, not ['good', '
 sample.py -> required: CHECKPOINT PROMPT (-h
 sample.py DIR/sft.pt a --n 0 -> --n 0: should be at least 1
 sample.py DIR/sft.pt a --temperature 0 -> temperature (0.0): should be above 0
-cp sft.pt ppo.pt; sample.py DIR a -> the folder of a run; give a file in it: ... ppo.pt
+sample.py DIR a -> the folder of a run; give a file in it, such as ... other.pt
 sample.py DIR/ppo.pt a -> ppo.pt: not found; train_ppo.py makes it
 sample.py DIR/rm.pt a -> rm.pt: holds 'rm', not 'ppo' or 'sft'; train_ppo.py makes it
 sample.py DIR/other.pt a --trace -> other.pt: was not made from
-bench/results.py seed sums -> seed: should be among seeds, settings, passes, neighbours, sums
+bench/results.py seed sums -> seed: should be among seeds, settings, passes, equals, neighbours, sums
 plumbing/hf.py import DIR/sft.pt DIR/new -> export CHECKPOINT FOLDER
 plumbing/hf.py export DIR/sft.pt -> export CHECKPOINT FOLDER
 """
@@ -60,23 +60,16 @@ def holes(p, r): return [float("nan")] * len(p)
 """
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """-> a folder with data, models and, in other.pt, another SFT model."""
-    folder = tmp_path_factory.mktemp("made")
-    write_data(folder / "data")
-    contents = torch.load(write_models(folder) / "sft.pt")
-    contents["model"]["trunk.norm.bias"] += 1
-    torch.save(contents, folder / "other.pt")
-    return folder
-
-
 @pytest.fixture
 def folder(made, tmp_path, monkeypatch):
-    """-> a copy of it, to be spoilt, and rewards in bad.py."""
+    """-> a copy of it, to be spoilt, with another SFT model, other.pt, and rewards in bad.py."""
     (tmp_path / "bad.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(tmp_path)
-    yield shutil.copytree(made, tmp_path / "run")
+    folder = shutil.copytree(made, tmp_path / "run")
+    contents = torch.load(folder / "sft.pt")
+    contents["model"]["trunk.norm.bias"] += 1
+    torch.save(contents, folder / "other.pt")
+    yield folder
     sys.modules.pop("bad", None)
 
 
@@ -201,7 +194,11 @@ def fail(error):
 ERRORS = [
     (UserError("do this é\x1b[31m\n\u202e"), 2, "do this é\\x1b[31m\\n\\u202e\n"),
     (ModuleNotFoundError("", name="x.y"), 2, "the package x.y is missing; pip install x.y\n"),
-    (FloatingPointError("nan\nmore"), 2, "nan; start over with --overwrite and a smaller --lr\n"),
+    (
+        FloatingPointError("nan\nmore"),
+        2,
+        "nan; in training, start over with --overwrite and a smaller --lr\n",
+    ),
     (BrokenPipeError(32, "Broken pipe"), 2, "the output: Broken pipe\n"),
     (OSError(28, "No space left", "a.txt"), 2, "a.txt: No space left\n"),
     (RuntimeError("CUDA out of memory.\nall"), 2, "not enough memory (CUDA out of memory.)"),

@@ -1,4 +1,4 @@
-"""Text as token ids, rows as lists of ids: plumbing/text.py. Run: python -m pytest tests/test_text.py"""
+"""Text as token ids, rows as lists of ids: plumbing/text.py."""
 
 import random
 

@@ -1,7 +1,6 @@
-"""The losses beside TRL's, on the same numbers. Run: python -m pytest tests/test_trl.py (needs trl)
+"""The losses beside TRL's, on the same numbers (needs trl).
 
-TRL computes them in the middle of PPOTrainer.train(), so the tests run those lines of its source.
-"""
+TRL computes them in the middle of PPOTrainer.train(), so the tests run those lines of its source."""
 
 import inspect
 import os

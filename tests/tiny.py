@@ -72,13 +72,6 @@ def gradient(x, model):
     return torch.cat([g.flatten() for g in grads])
 
 
-def gradients(model):
-    """The gradients of all weights, one after the other; 0 where backward() has left none."""
-    return torch.cat(
-        [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()]
-    )
-
-
 # Batches
 
 

@@ -4,10 +4,10 @@ An algorithm is two functions. compute_advantages(batch, config): what does each
 loss(policy, batch, config): a mean over the tokens of the batch. A file holds its settings, each
 of the two functions that differs from PPO's, and a last line that trains with them in the loop of
 train_ppo.py: python -m variations.rloo --k 8. It writes to out/rloo; -h lists its flags. (dpo.py,
-which learns from pairs, has a loop of its own.)
+which learns from pairs, has its own loop.)
 
 The *expected step* of a loss is the step of plain gradient descent on the summed, not averaged,
-loss, in the mean over all responses that could have been sampled: tests/test_variations.py computes
+loss, averaged over all responses that could have been sampled. tests/test_variations.py computes
 it, to 1e-9.
 """
 

@@ -6,7 +6,7 @@ scores.
 
 The policy with the largest J for a reward r is proportional to ref * exp(r / beta). Solved for r:
 
-    r(x, y) = beta * log(pi(y | x) / ref(y | x)) + something that depends on x alone
+    r(x, y) = beta * log(pi(y | x) / ref(y | x)) + something that depends only on x
 
 The Bradley-Terry loss (section 4 of minippo.py) needs only differences of r between answers to the
 same x. So put this r into it, and train pi on the pairs (chosen, rejected). The loss of a pair is
@@ -15,19 +15,21 @@ same x. So put this r into it, and train pi on the pairs (chosen, rejected). The
     DPO = -log sigmoid(beta * h)          Rafailov et al., arXiv:2305.18290, eq. 7
     IPO = (h - 1 / (2 beta))^2            Azar et al., arXiv:2310.12036, eq. 17: h has a target
 
-Scores have standard deviation 1, r does not: the same --kl_coef penalises differently. rm.pt and
-the 32 responses of an iteration are for the log and the report alone.
+Scores have standard deviation 1, but r does not, so the same --kl_coef is not the same penalty.
+rm.pt and the 32 responses of an iteration are only for the log and the report.
 """
 
 from dataclasses import dataclass
 
-from minippo import backward, batch_metrics, evaluate_actions, gradient_step, merge
+import torch
+
+from minippo import accumulate_gradient, batch_metrics, evaluate_actions, gradient_step, merge
 from minippo import reward_model_loss, rollout
 from plumbing.models import load_models
 from plumbing.report import report
-from plumbing.run import Run, adamw
+from plumbing.run import Run, adam
 from plumbing.settings import read_flags, script
-from plumbing.text import in_parts, pad_completions, read_ids
+from plumbing.text import pad_completions, read_ids
 from train_ppo import StageConfig
 
 
@@ -48,6 +50,9 @@ class Settings(StageConfig):
         if not (self.kl_coef > 0 and self.temperature > 0):
             numbers = f"kl_coef ({self.kl_coef}) and temperature ({self.temperature})"
             raise ValueError(f"{numbers}: should be above 0")
+        if self.minibatches > self.batch_size:
+            numbers = f"minibatches ({self.minibatches}), batch_size ({self.batch_size})"
+            raise ValueError(f"{numbers}: a minibatch should have a pair")
 
 
 def dpo_loss(policy, ref, pairs, config):
@@ -67,19 +72,20 @@ def main():
     config = read_flags(__doc__, Settings, out="out/dpo")
     policy, ref, score, tokenizer = load_models(config)
     pairs = read_ids(config.data, "pref", "train", tokenizer, policy.config.context)
-    optimizer, schedule = adamw(policy, config)
+    optimizer, schedule = adam(policy, config)
     run = Run("ppo", config, policy, tokenizer, optimizer, schedule, data=pairs, ref=ref)
 
-    def loss(pairs):
+    def loss_of(pairs):
         return dpo_loss(policy, ref, pairs, config)
 
     for _ in run.steps():
         batch_pairs, steps = run.batch(pairs, config.batch_size), []
         prompts = [prompt for prompt, *_ in batch_pairs[:32]]
-        batch = rollout(policy, ref, score, prompts, config)  # for the log alone
-        for minibatch in in_parts(batch_pairs, -(-len(batch_pairs) // config.minibatches)):
+        batch = rollout(policy, ref, score, prompts, config)  # only for the log
+        for indices in torch.arange(len(batch_pairs)).tensor_split(config.minibatches):
+            minibatch = [batch_pairs[i] for i in indices]
             optimizer.zero_grad()
-            stats = backward(loss, minibatch, config.micro_batch, len)
+            stats = accumulate_gradient(loss_of, minibatch, config.micro_batch, len)
             stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
             steps.append(stats)
         schedule.step()

@@ -1,10 +1,9 @@
 """PPO-ptx: a little of the SFT loss in every gradient step, the third term of InstructGPT.
 
-PPO sees only what it samples. What the policy would say elsewhere may change at no
-cost. To the objective J this adds c * E[log pi(x)], a mean over the tokens of text x that is
-known to be good. In InstructGPT (arXiv:2203.02155, eq. 2) x comes from the pretraining, so that
-other abilities are not lost. Here it is answers from stage 1: a gradient step draws as many as it
-has responses.
+PPO sees only what it samples, so what the policy would say elsewhere may change at no cost. PPO-ptx
+adds c * E[log pi(x)] to the objective J, a mean over the tokens of text x that is known to be good.
+In InstructGPT (arXiv:2203.02155, eq. 2), x comes from the pretraining data, so that other abilities
+are not lost. Here it is answers from stage 1: a gradient step draws as many as it has responses.
 """
 
 import functools
