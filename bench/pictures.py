@@ -2,7 +2,7 @@
 
     python -m bench.pictures    after pip install matplotlib
 
-bench/tokens.png is a photograph of out/report.html, at iteration 20 of a run.
+bench/tokens.png is a photograph of out/report.html, at iteration 10 of a run.
 """
 
 import io

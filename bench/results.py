@@ -3,6 +3,7 @@
     python -m bench.results seeds         the default, all three stages, on ten seeds
     python -m bench.results settings      PPO with other settings, on three
     python -m bench.results passes        PPO with several passes over a batch, on three
+    python -m bench.results equals        settings of PPO that make no difference, on three
     python -m bench.results neighbours    PPO beside variations/ and TRL (trl==1.12.0), on three
     python -m bench.results sums          PPO, RLOO and GRPO on examples/sums.py, on three
 
@@ -53,9 +54,14 @@ PASSES = {
     "four passes, no clipping": "--epochs 4 --clip_eps inf --value_clip inf",
     "lam = 0.95": "--lam 0.95",
 }
+EQUALS = {
+    "default": "",
+    "no value function": "--vf_coef 0",
+    "an entropy bonus": "--entropy_coef 0.03",
+    "Adam's epsilon 1e-8": "--adam_eps 1e-8",
+}
 SETTINGS = {
     "default": "",
-    "lam = 0.9": "--lam 0.9",
     "lam = 0": "--lam 0",
     "gamma = 0.95": "--gamma 0.95",
     "length penalty 0.05": "--length_penalty 0.05",
@@ -72,7 +78,7 @@ NEIGHBOURS = {  # with what a search on seed 0 found
     "PPO, separate critic": "train_ppo.py --separate_critic --lr 4e-4 --minibatches 8",
     "PPO, KL penalty": "-m variations.ppo_penalty --lr 4e-4",
     "REINFORCE, reward-to-go": "-m variations.reinforce --lr 4e-4",
-    "REINFORCE, less the value": "-m variations.reinforce --baseline",
+    "REINFORCE, value baseline": "-m variations.reinforce --baseline",
     "RLOO": "-m variations.rloo --k 8",
     "GRPO": "-m variations.grpo --k 8 --lr 4e-4",
     "Dr. GRPO": "-m variations.grpo --no_std --no_length --k 8 --lr 4e-4 --kl_coef 0.05",
@@ -89,12 +95,14 @@ TABLES = {  # name of a row: task, the script that trains its policy, flags
         for x, flags in SETTINGS.items()
     },
     "passes": {x: ("zoo", f"train_ppo.py {flags} --steps 200") for x, flags in PASSES.items()},
+    "equals": {x: ("zoo", f"train_ppo.py {flags} --steps 200") for x, flags in EQUALS.items()},
     "neighbours": {x: ("zoo", f"{line} --steps 200") for x, line in NEIGHBOURS.items()},
     "sums": {x: ("sums", f"{line} {REWARD}") for x, line in SUMS.items()},
 }
 PATHS = "beta = 0.03", "default", "beta = 0.3", HACKED  # for the pictures
 BETAS = 0.03, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0, 5.0  # of the best policies
 COLUMNS = "judge", "score", "optimality", "kl", "distinct"
+FEW = "judge", "optimality", "kl"
 OF_A_SEED = "sft above_entropy", "rm below_ceiling", "policy judge", "policy kl"
 OF_A_SEED += "seen optimality", "unseen optimality"
 
@@ -187,21 +195,21 @@ def optima(seed):
     return rows
 
 
-def over_seeds(rows):
+def over_seeds(rows, columns=COLUMNS):
     """The figures of each seed -> {column: [mean, error]}."""
-    return {x: mean_and_error([row[x] for row in rows]) for x in COLUMNS if x in rows[0]}
+    return {x: mean_and_error([row[x] for row in rows]) for x in columns if x in rows[0]}
 
 
-def rows_of(folders, lines):
+def rows_of(folders, lines, columns=FEW):
     """The last figure is a difference of optimality, on the same seed and models."""
     rows, first = {}, None
     for name, outs in folders.items():
         figures = [report(out)["policy"] for out in outs]
         first = first or figures
-        rows[name] = {"flags": lines[name], **over_seeds(figures)}
+        rows[name] = {"flags": lines[name], **over_seeds(figures, columns)}
         if figures != first and "pairs" not in name:
             gain = [x["optimality"] - y["optimality"] for x, y in zip(figures, first)]
-            rows[name]["less the first row's"] = mean_and_error(gain)
+            rows[name]["minus the first row"] = mean_and_error(gain)
     return rows
 
 
@@ -233,7 +241,7 @@ def worst_sample(out):
     """Of those that a report shows, that whose score is furthest above the judge's grade."""
     samples = [x | x["policy"] for x in report(out)["samples"]]
     worst = max(samples, key=lambda x: x["score"] - x["judge"])
-    text = f"{worst['prompt']} **{shorten(worst['text'], 90, placeholder=' …')}**"
+    text = f"{worst['prompt']} **{shorten(worst['text'], 50, placeholder=' …')}**"
     return text, {x: worst[x] for x in ("score", "judge", "kl")}
 
 
@@ -255,7 +263,7 @@ def seeds(folders):
 
 def settings(folders):
     return {
-        "settings": rows_of(folders, SETTINGS),
+        "settings": rows_of(folders, SETTINGS, COLUMNS),
         "hacked": dict(worst_sample(out) for out in folders[HACKED]),
         "paths": {x.replace("default", "beta = 0.1"): path_of(folders[x]) for x in PATHS},
     }
@@ -263,6 +271,10 @@ def settings(folders):
 
 def passes(folders):
     return {"passes": rows_of(folders, PASSES)}
+
+
+def equals(folders):
+    return {"equals": rows_of(folders, EQUALS)}
 
 
 def neighbours(folders):
@@ -280,7 +292,7 @@ def sums(folders):
 @script
 def main():
     _, names = read_flags(__doc__, run=False, positional="TABLE")
-    sections = {"seeds": seeds, "settings": settings, "passes": passes}
+    sections = {"seeds": seeds, "settings": settings, "passes": passes, "equals": equals}
     sections |= {"neighbours": neighbours, "sums": sums}
     for name in {*names} - {*sections}:
         raise UserError(f"{name}: should be among {', '.join(sections)}")

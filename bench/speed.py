@@ -20,7 +20,7 @@ from bench.trl_ppo import make_trainer
 from minippo import GPT, GPTConfig, PPOConfig, RewardModel
 from plumbing.hf import export
 from plumbing.models import load_checkpoint, save_checkpoint
-from plumbing.run import adamw
+from plumbing.run import adam
 from plumbing.settings import read_flags, script
 from plumbing.text import Tokenizer, read_prompts
 
@@ -61,7 +61,7 @@ def ratio(size):
     policy, reward_model, tokenizer, prompts, config = workload(size)
     run = SimpleNamespace(**vars(config), steps=6, batch_size=len(prompts), lr=1e-6, warmup=0)
     run.adam_eps, run.device, run.seed = 1e-8, "cpu", 0
-    (optimizer, _), ref, times = adamw(policy, run), minippo.frozen_copy(policy), []
+    (optimizer, _), ref, times = adam(policy, run), minippo.frozen_copy(policy), []
 
     def score(tokens, mask):
         return reward_model(tokens, minippo.row_lengths(mask))

@@ -12,7 +12,7 @@ from minippo import PPOConfig
 from plumbing.hf import copy_trunk, export
 from plumbing.models import load_checkpoint, load_models
 from plumbing.report import report
-from plumbing.run import Run, adamw
+from plumbing.run import Run, adam
 from plumbing.settings import read_flags, script
 from plumbing.text import read_prompts
 from train_ppo import TrainConfig
@@ -72,7 +72,7 @@ def main():
     config = read_flags(__doc__, PPOConfig, TrainConfig, out="out/trl_ppo")
     policy, _, score, tokenizer = load_models(config)
     prompts = read_prompts(config.data, "train", tokenizer, policy.config.context)
-    run = Run("ppo", config, policy, tokenizer, *adamw(policy, config), data=prompts)
+    run = Run("ppo", config, policy, tokenizer, *adam(policy, config), data=prompts)
     for kind in ("sft", "rm"):
         export(f"{config.models}/{kind}.pt", config.out / kind, overwrite=True)
     cap = load_checkpoint(config.models / "rm.pt", ["rm"])[0].cap.item()  # export() loses it

@@ -1,4 +1,4 @@
-"""What bench/ starts, and the figures that come of it. Run: python -m pytest tests/test_bench.py"""
+"""What bench/ starts, and the figures that come of it."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bench import critic, results, tables
-from cli import PPO, run, write_data, write_models
+from cli import PPO, run, write_models
 from data.files import UserError, write_file, write_jsonl
 from minippo import turns_score
 from plumbing.models import load_checkpoint, save_checkpoint
@@ -57,7 +57,7 @@ def test_each_module_explains_itself(name):
 def test_the_optimum_is_the_reference_times_the_exponential_of_the_score(tmp_path, monkeypatch):
     kept, models = [], tmp_path / "zoo" / "models" / "2"
     monkeypatch.setattr(results, "RUNS", tmp_path)
-    monkeypatch.setattr(results, "ZOO", write_data(models / "data"))
+    monkeypatch.setattr(results, "ZOO", models / "data")
     monkeypatch.setattr(results, "Evaluator", lambda *x: kept.append(Evaluator(*x)) or kept[0])
     write_models(models)
     best, reference = results.optima(2), kept[0].reference
@@ -125,12 +125,12 @@ def test_figures_by_hand(tmp_path, monkeypatch):
     numbers = enumerate(results.SETTINGS)
     found = results.settings({x: [folder(i), folder(i + 2)] for i, x in numbers})
     for i, (name, row) in enumerate(found["settings"].items()):
-        gain = {"less the first row's": [i, 0]} if i and "pairs" not in name else {}
+        gain = {"minus the first row": [i, 0]} if i and "pairs" not in name else {}
         assert row == {"flags": results.SETTINGS[name], **figures([i + 3, 1]), **gain}
     assert found["paths"].keys() == tables.load()["paths"].keys()
     path = found["paths"]["beta = 0.1"]
     assert [path[x][:2] for x in path] == [[5.5, 15.5], [9, 29], [-4.5, -14.5]]
-    assert found["hacked"] == {f"b **{'word ' * 17}…**": {"score": 1, "judge": -3, "kl": 4}}
+    assert found["hacked"] == {f"b **{'word ' * 9}…**": {"score": 1, "judge": -3, "kl": 4}}
     found = results.sums({"PPO": [folder(0), folder(2)]})["sums"]
     assert found == {"SFT": figures([1, 1]), "PPO": figures([3, 1])}
 
@@ -210,7 +210,6 @@ def test_trls_ppo_has_our_settings_and_cap_and_its_policy_is_saved(tmp_path, mon
     pytest.importorskip("trl")
     from trl.experimental import ppo
 
-    write_data(tmp_path / "data")
     model, tokenizer, figures = load_checkpoint(write_models(tmp_path) / "rm.pt", ["rm"])
     model.cap.fill_(0.25)
     save_checkpoint(tmp_path / "rm.pt", "rm", model, tokenizer, **figures)
