@@ -43,9 +43,10 @@ eat", a score of 1.40 and beta 0.1:
     mask         .      x      x      x      .              does the action belong to the response?
     log pi       .     -0.50  -1.20  -0.10   .              of the action, when it was sampled
     log ref      .     -1.00  -1.00  -0.30   .              of the action, under the reference
-    KL           .      0.50  -0.20   0.20   .              the action's part: log pi - log ref
-    reward       .     -0.05   0.02   1.38   .              -beta * KL; the last gets the score too
-    value        .      0.80   1.00   1.20   .              prediction: sum of the rewards to come
+    KL           .      0.50  -0.20   0.20   .              the action's part of the KL: log pi -
+    log ref reward       .     -0.05   0.02   1.38   .              -beta * KL; the last gets the
+    score too value        .      0.80   1.00   1.20   .              prediction: sum of the rewards
+    to come
 
 Phase 3 (section 5): how much better than expected did each action turn out? The value after the
 last action counts as 0. (Two settings, gamma and lam, are 1 here: see gae().)
@@ -328,8 +329,8 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
     prompts: B lists of 1 to context - 1 ids (else ValueError). Returns tokens (B, T); and mask,
     logprobs (in nats) and values of the sampled tokens, (B, T-1) each.
 
-    The rows go on together, column by column. Prompts of 1, 2 and 4 tokens (p), sampled tokens (s),
-    the end token (e):
+    The rows advance together, column by column. Prompts of 1, 2 and 4 tokens (p), sampled tokens
+    (s), the end token (e):
 
         column    0  1  2  3  4  5
         row 0     p  s  s  e             column 0 is read for all rows, then a token is drawn for
@@ -399,10 +400,10 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # 5. From the policy gradient to PPO (Schulman et al., arXiv:1707.06347), and to PPO for language
 # models (Ziegler et al., arXiv:1909.08593)
 #
-# SFT is given the right token in every state. Here nobody knows it: the policy chooses all tokens,
-# and gets one score at the end (a *sparse reward*). We want to maximise E[score], the mean over
-# sampled responses y. A random draw has no gradient. But the probability of a response, pi(y | x)
-# or p(y) for short, has one:
+# SFT is given the token to imitate in every state. Here there is none: the policy chooses all
+# tokens, and gets one score at the end (a *sparse reward*). We want to maximise E[score], the mean
+# over sampled responses y. A random draw has no gradient. But the probability of a response, pi(y |
+# x) or p(y) for short, has one:
 #
 #     grad E[score] = grad sum_y p(y) score(y) = sum_y grad p(y) score(y)
 #                   = sum_y p(y) grad log p(y) score(y)         because grad p = p grad log p
@@ -420,9 +421,9 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # Four changes lead from here to PPO: the KL, returns, a baseline, and several gradient steps on one
 # batch.
 #
-# The first change: the KL joins the reward. J has score - beta * (log p - log ref) in place of the
+# The first change: the KL joins the reward. In J, score - beta * (log p - log ref) replaces the
 # score (log p and log ref are those of the whole response). Now log p, which has a gradient too,
-# also stands inside the brackets, so the product rule gives one more term:
+# also appears inside the brackets, so the product rule gives one more term:
 #
 #     grad J = E[ grad log p (score - beta * (log p - log ref)) ] - beta * E[ grad log p ]
 #
@@ -440,7 +441,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # (Schulman, "Approximating KL divergence"):
 #
 #     k1 = d                   on average the KL, but often below 0     reward, metric
-#     k2 = d^2 / 2             on average, its gradient is the KL's     loss, if kl_loss_coef > 0
+#     k2 = d^2 / 2             the mean of its gradient is the KL's     loss, if kl_loss_coef > 0
 #     k3 = exp(-d) - 1 + d     on average the KL, and never below 0     metric
 #
 # k3 is never below 0, because exp(x) >= 1 + x, and near 0 it varies less than k1. Its mean is the
@@ -486,11 +487,12 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 # own d. The gradient of k1 is grad log pi, whose mean is 0: as a loss, k1 would teach nothing.)
 #
 # The third change: a baseline. Any number that does not depend on the action may be subtracted from
-# the return. On average this changes nothing, because E[grad log pi] = 0. PPO subtracts the *value*
-# v, the expected return in this state. The difference is the *advantage* A: how much better than
-# expected this action turned out. (Textbooks write A = Q - V, where Q is the return to be expected
-# once the action is chosen; reward + next value estimates Q.) The value function is the *critic*,
-# the policy the *actor*.
+# the return. On average this changes nothing, because E[grad log pi] = 0. (If all scores are
+# positive, every sampled response is pushed up, good or bad; after the subtraction only those above
+# the baseline are.) PPO subtracts the *value* v, the expected return in this state. The difference
+# is the *advantage* A: how much better than expected this action turned out. (Textbooks write A = Q
+# - V, where Q is the return to be expected once the action is chosen; reward + next value estimates
+# Q.) The value function is the *critic*, the policy the *actor*.
 
 
 def gae(rewards, values, mask, gamma, lam):
@@ -531,12 +533,12 @@ def whiten(x, mask):
     """Shift and scale x, (B, T-1), to mean 0 and standard deviation 1 over the mask; 0 elsewhere.
     If all values are equal, up to rounding, all become 0.
 
-    So the gradient of the policy does not depend on the scale of the rewards: multiplying scores,
-    beta and values by 10 gives the same whitened advantages. The mean acts as one more baseline.
-    Whitening hides the size of the advantages: a batch of nearly equal responses is scaled up,
-    noise included. It also changes some signs: if nearly all actions turned out better than
-    expected, those below the average become negative. Returns are never whitened: the values must
-    learn their true size.
+    So the gradient of the policy loss does not depend on the scale of the rewards: multiplying
+    scores, beta and values by 10 gives the same whitened advantages. The mean acts as one more
+    baseline. Whitening hides the size of the advantages: a batch of nearly equal responses is
+    scaled up, noise included. It also changes some signs: if nearly all actions turned out better
+    than expected, those below the average become negative. Returns are never whitened: the values
+    must learn their true size.
     """
     check_mask(mask, x)
     selected = x[mask]
@@ -568,7 +570,8 @@ def whiten(x, mask):
 #     A              1.14   0.15  -1.29     the whitened advantage
 #     clipped        1.20   1.11   0.80
 #     ratio * A      1.46   0.17  -0.96
-#     clipped * A    1.37   0.17  -1.04     loss: -(1.37 + 0.17 - 1.04) / 3 = -0.17
+#     clipped * A    1.37   0.17  -1.04     here never the larger of the two, so
+#                                           the loss is -(1.37 + 0.17 - 1.04) / 3 = -0.17
 #     gradient       0      0.17   0        of the smaller product: the factor of grad log pi
 #
 # Where the clipped product is the smaller one, there is no gradient, because a clipped ratio is a
@@ -584,7 +587,7 @@ def whiten(x, mask):
 #     A < 0       0                          ratio * A * grad log pi    ratio * A * grad log pi
 #
 # A single step can still carry a ratio out of the range. By default each batch gets one pass of
-# four steps, so ratios stay near 1 and the clip hardly acts. It matters with several passes:
+# four steps, so most ratios stay near 1 and the clip hardly acts. It matters with several passes:
 # without it and the value clip (below), four passes ruin the policy (RESULTS.md).
 #
 # The loss is a mean over tokens, where the derivation has a sum for each response. The two differ
@@ -721,8 +724,8 @@ def rollout(policy, ref, score, prompts, config, generate=generate):
 
 @torch.no_grad()
 def center_values(policy, batch):
-    """Before the first update: shift all values, in place, to the mean score of a rollout.
-    Otherwise they would start at 0, and many updates would be spent on learning a constant."""
+    """Before the first update: shift all values, in place, to the mean score of a rollout. If the
+    scores are far from 0, many updates would go into learning a constant otherwise."""
     mean_value = masked_mean(batch["old_values"], batch["mask"])
     policy.value_head.bias += batch["scores"].mean() - mean_value
 

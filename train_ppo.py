@@ -19,26 +19,26 @@ from plumbing.text import read_prompts
 
 
 @dataclass
-class StageConfig:  # what every script reads that trains a policy, variations/dpo.py too
+class StageConfig:  # read by every script that trains a policy, variations/dpo.py too
     steps: int = 450  # iterations
     batch_size: int = 128  # responses per iteration
-    lr: float = 8e-4  # peak learning rate of Adam (value head on the trunk: x 30); falls to 0
+    lr: float = 8e-4  # peak learning rate of Adam; falls to 0; 30 times this for the value head
     warmup: int = 5  # iterations in which the learning rate climbs to its peak
     adam_eps: float = 1e-4  # Adam's epsilon; weights with tiny, noisy gradients move less
-    models: str = ""  # folder of sft.pt and rm.pt; if empty, --out, or else its parent
-    policy: str = ""  # checkpoint to start from, out/ppo.pt for a second round; sft.pt otherwise
+    models: str = ""  # folder of sft.pt and rm.pt; if empty, --out or the folder above it
+    policy: str = ""  # checkpoint to start from, out/ppo.pt for a second round; if empty, sft.pt
     reward: str = ""  # module:function, (prompts, responses), lists of texts -> list of numbers
     no_report: bool = False  # end without measuring the result on the validation prompts
 
 
 @dataclass
-class TrainConfig(StageConfig):  # what the loop below reads, whatever the algorithm
+class TrainConfig(StageConfig):  # read by the loop below, whatever the algorithm
     kl_target: float = 0.0  # adapt beta to hold the KL at this many nats; 0: beta is fixed
     ref_update_every: int = 0  # copy the policy into ref every so many iterations; 0: never
 
 
 @dataclass
-class Settings(PPOConfig):  # what PPO reads; each file of variations/ brings its own
+class Settings(PPOConfig):  # read by PPO; each file of variations/ brings its own
     separate_critic: bool = False  # a separate value network, started from the reward model
 
 
@@ -64,7 +64,7 @@ def train(
         stats = ppo_update(policy, optimizer, batch, config, loss)  # phase 4
         stats |= batch_metrics(batch, config)
         schedule.step()
-        if config.kl_target:  # as in section 2.2 of Ziegler et al., arXiv:1909.08593
+        if config.kl_target:  # as in Ziegler et al., arXiv:1909.08593, and their code
             error = min(max(stats["kl"] / config.kl_target - 1, -0.2), 0.2)
             config.kl_coef *= 1 + error * config.batch_size / 10_000
         if config.ref_update_every and (step + 1) % config.ref_update_every == 0:

@@ -22,8 +22,8 @@ from plumbing.text import by_length, in_parts, pad, read_ids, read_prompts
 class TrainConfig(FitConfig):
     steps: int = 1950  # at most this many steps
     epochs: int = 2  # at most this many passes over the pairs
-    max_new_tokens: int = 48  # longest answer of the SFT model that sets the scale, in tokens
-    models: str = ""  # folder of sft.pt; if empty, --out, or else its parent
+    max_new_tokens: int = 48  # longest of the SFT model's answers that set the scale, in tokens
+    models: str = ""  # folder of sft.pt; if empty, --out or the folder above it
 
 
 def pair_scores(model, pairs):

@@ -22,7 +22,7 @@ from plumbing.text import by_length, completion_tokens, encode_rows, pad_complet
 @dataclass
 class TrainConfig(GPTConfig, FitConfig):  # FitConfig: steps, batch_size, ..., in plumbing/run.py
     lr: float = 3e-3  # peak learning rate of Adam; falls linearly to 0
-    init: str = ""  # gpt2, gpt2-medium, -large, -xl or a folder: its weights, vocabulary and size
+    init: str = ""  # start from gpt2, gpt2-medium, -large, -xl or a folder with such a model
 
 
 def sft_loss(model, rows):

@@ -1,6 +1,6 @@
 """RLOO, REINFORCE leave-one-out: several responses to a prompt are each other's baseline.
 
-PPO asks a value function how much reward is to be expected. RLOO samples --k responses to the same
+PPO asks a value function how much reward to expect. RLOO samples --k responses to the same
 prompt instead, and compares each with the mean of the others:
 
     A_i = R_i - 1 / (k - 1) * sum over j != i of R_j        R_i = score_i - beta * KL_i
