@@ -32,10 +32,10 @@ Shapes: B rows in a batch, T columns, C channels, H attention heads, V tokens in
 response tokens (those that the mask below selects).
 
 One convention holds everywhere. A row starts at column 0: a prompt, its response, then padding.
-(Causal attention looks only to the left, so no response ever sees its padding.) Choosing token t +
-1 is the *action* taken in the *state* "tokens 0 .. t have been read", and every number about that
-choice is stored at index t: log pi at index 1 is that of token 2, "sweet". With the prompt "Bees
-eat", a score of 1.40 and beta 0.1:
+(Causal attention looks only to the left, so no response ever sees its padding.) Choosing token
+t + 1 is the *action* taken in the *state* "tokens 0 .. t have been read", and every number about
+that choice is stored at index t: log pi at index 1 is that of token 2, "sweet". With the prompt
+"Bees eat", a score of 1.40 and beta 0.1:
 
     index t      0      1      2      3      4      5
     tokens       Bees   eat    sweet  nectar <eos>  pad     (B, T); <eos> is the end token
@@ -43,10 +43,9 @@ eat", a score of 1.40 and beta 0.1:
     mask         .      x      x      x      .              does the action belong to the response?
     log pi       .     -0.50  -1.20  -0.10   .              of the action, when it was sampled
     log ref      .     -1.00  -1.00  -0.30   .              of the action, under the reference
-    KL           .      0.50  -0.20   0.20   .              the action's part of the KL: log pi -
-    log ref reward       .     -0.05   0.02   1.38   .              -beta * KL; the last gets the
-    score too value        .      0.80   1.00   1.20   .              prediction: sum of the rewards
-    to come
+    KL           .      0.50  -0.20   0.20   .              of the action: log pi - log ref
+    reward       .     -0.05   0.02   1.38   .              -beta * KL; the last gets the score too
+    value        .      0.80   1.00   1.20   .              prediction: sum of the rewards to come
 
 Phase 3 (section 5): how much better than expected did each action turn out? The value after the
 last action counts as 0. (Two settings, gamma and lam, are 1 here: see gae().)
@@ -58,8 +57,8 @@ last action counts as 0. (Two settings, gamma and lam, are 1 here: see gae().)
                                                             row), scaled to mean 0, variance 1
 
 Phase 4 makes actions with a whitened advantage above 0 more probable, and those with one below 0
-less probable. (<eos> turned out better than expected, but by less than the average, which whitening
-subtracts.) Section 5 continues the example, up to the loss.
+less probable. (<eos> turned out better than expected, but by less than average, and whitening
+subtracts the average.) Section 5 continues the example, up to the loss.
 """
 
 import copy
@@ -205,7 +204,7 @@ class RewardModel(nn.Module):
 
     Made from a GPT, it starts with a copy of the GPT's trunk. After training, train_rm.py sets
     `mean` and `std`, so that the SFT model's own answers have mean 0 and standard deviation 1, and
-    a beta means the same for any reward model. It also sets `cap`, the score that one in a hundred
+    beta means the same for any reward model. It also sets `cap`, the score that one in a hundred
     of these answers exceeds. Higher scores are cut to it, because so high up the reward model is
     often wrong (arXiv:2502.18770).
     """
@@ -402,8 +401,8 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #
 # SFT is given the token to imitate in every state. Here there is none: the policy chooses all
 # tokens, and gets one score at the end (a *sparse reward*). We want to maximise E[score], the mean
-# over sampled responses y. A random draw has no gradient. But the probability of a response, pi(y |
-# x) or p(y) for short, has one:
+# over sampled responses y. A random draw has no gradient. But the probability of a response,
+# pi(y | x), or p(y), has one:
 #
 #     grad E[score] = grad sum_y p(y) score(y) = sum_y grad p(y) score(y)
 #                   = sum_y p(y) grad log p(y) score(y)         because grad p = p grad log p
@@ -431,7 +430,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # sum over the tokens of y, so the KL splits into a reward for each token, -beta * (log pi - log
 # ref). The score is one more reward, with the last token.
 #
-# The KL is never negative, and is 0 only where pi and ref agree; a sample of it may be negative. It
+# The KL is never negative, and is 0 only if pi and ref agree; a sample of it may be negative. It
 # is not symmetric. KL(pi || ref) is a mean over what pi writes: an answer that ref hardly ever
 # writes costs much, one that pi stops writing costs little. (To drop half of ref's answers costs
 # log 2 = 0.69 nats. Losing variety like this is called *mode collapse*.) KL(ref || pi), a mean over
@@ -440,7 +439,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # Three estimates of the KL at one token, where d is log pi - log ref of the sampled token
 # (Schulman, "Approximating KL divergence"):
 #
-#     k1 = d                   on average the KL, but often below 0     reward, metric
+#     k1 = d                   on average the KL, but often below 0     used in reward, metric
 #     k2 = d^2 / 2             the mean of its gradient is the KL's     loss, if kl_loss_coef > 0
 #     k3 = exp(-d) - 1 + d     on average the KL, and never below 0     metric
 #
@@ -481,18 +480,19 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 # constants, and a constant times E[grad log pi] is 0. So its grad log pi is multiplied by the
 # *return*: the sum of its own and all later rewards.
 #
-# (This is why the KL goes into the reward. A token decides which states come later, and so changes
-# the KL of later tokens. In the reward, the d of a token is part of the returns of this token and
-# of all earlier ones. In a loss, the gradient of k2 is d * grad log pi: each token gets only its
-# own d. The gradient of k1 is grad log pi, whose mean is 0: as a loss, k1 would teach nothing.)
+# Why does the KL go into the reward, and not into the loss? A token decides which states come
+# later, and so changes the KL of later tokens. In the reward, the d of a token is part of the
+# returns of this token and of all earlier ones. In a loss, the gradient of k2 is d * grad log pi:
+# each token gets only its own d. And k1 as a loss would teach nothing: its gradient is grad log pi,
+# whose mean is 0.
 #
 # The third change: a baseline. Any number that does not depend on the action may be subtracted from
 # the return. On average this changes nothing, because E[grad log pi] = 0. (If all scores are
 # positive, every sampled response is pushed up, good or bad; after the subtraction only those above
 # the baseline are.) PPO subtracts the *value* v, the expected return in this state. The difference
-# is the *advantage* A: how much better than expected this action turned out. (Textbooks write A = Q
-# - V, where Q is the return to be expected once the action is chosen; reward + next value estimates
-# Q.) The value function is the *critic*, the policy the *actor*.
+# is the *advantage* A: how much better than expected this action turned out. (In textbooks,
+# A = Q - V, where Q is the return to be expected once the action is chosen; reward + next value
+# estimates Q.) The value function is the *critic*, the policy the *actor*.
 
 
 def gae(rewards, values, mask, gamma, lam):

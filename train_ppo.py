@@ -32,7 +32,7 @@ class StageConfig:  # read by every script that trains a policy, variations/dpo.
 
 
 @dataclass
-class TrainConfig(StageConfig):  # read by the loop below, whatever the algorithm
+class LoopConfig(StageConfig):  # read by the loop below, whatever the algorithm
     kl_target: float = 0.0  # adapt beta to hold the KL at this many nats; 0: beta is fixed
     ref_update_every: int = 0  # copy the policy into ref every so many iterations; 0: never
 
@@ -46,8 +46,8 @@ class Settings(PPOConfig):  # read by PPO; each file of variations/ brings its o
 def train(
     settings=Settings, compute_advantages=compute_advantages, loss=ppo_loss, doc=__doc__, out="out"
 ):
-    """The loop. An algorithm of variations/ calls it with its own settings and functions."""
-    config = read_flags(doc, settings, TrainConfig, out=out)
+    """Other algorithms bring settings, compute_advantages -> a dict, and loss -> loss, stats."""
+    config = read_flags(doc, settings, LoopConfig, out=out)
     policy, ref, score, tokenizer = load_models(config)
     prompts = read_prompts(config.data, "train", tokenizer, policy.config.context)
     optimizer, schedule = adam(policy, config)

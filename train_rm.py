@@ -1,4 +1,4 @@
-"""Stage 2: the reward model learns from pairs of answers which one people prefer.
+"""Stage 2: the reward model learns which of two answers people prefer.
 
     python train_rm.py                     after train_sft.py, on the same data
     python train_rm.py --data FOLDER       on your own pref_train.jsonl and pref_val.jsonl
@@ -22,7 +22,7 @@ from plumbing.text import by_length, in_parts, pad, read_ids, read_prompts
 class TrainConfig(FitConfig):
     steps: int = 1950  # at most this many steps
     epochs: int = 2  # at most this many passes over the pairs
-    max_new_tokens: int = 48  # longest of the SFT model's answers that set the scale, in tokens
+    max_new_tokens: int = 48  # longest of the answers that set mean, std and cap, in tokens
     models: str = ""  # folder of sft.pt; if empty, --out or the folder above it
 
 

@@ -37,7 +37,8 @@ for_random_batches = pytest.mark.parametrize("seed", range(20))
 
 def row(name):
     """The numbers of the response in the row of this name of a table in minippo.py."""
-    cells = re.search(rf" {re.escape(name)}  +(?:\. +)?(.*)", SOURCE)[1].split()
+    line = rf"(?m)^[# ]+(?:The response of the header: +)?{re.escape(name)}  +(?:\. +)?(.*)"
+    cells = re.search(line, SOURCE)[1].split()
     return [float(x) for x in cells[:3]]
 
 

@@ -50,8 +50,8 @@ def test_every_link_file_target_and_flag_is_there(name):
 
 
 def test_the_number_of_responses_that_ppo_samples_is_that_of_its_settings():
-    from train_ppo import TrainConfig
+    from train_ppo import LoopConfig
 
-    sampled = f"{TrainConfig.steps * TrainConfig.batch_size:,} in train_ppo.py"
+    sampled = f"{LoopConfig.steps * LoopConfig.batch_size:,} in train_ppo.py"
     source = (ROOT / "minippo.py").read_text(encoding="utf-8")
     assert sampled in source.replace("\n#", "")

@@ -20,7 +20,7 @@ from plumbing.models import load_checkpoint, load_models, nll
 from plumbing.report import Evaluator, best_of_n, distinct, estimate, optimal_objective, optimality
 from plumbing.text import Tokenizer, encode_rows, read_prompts
 from tiny import EOS, assert_equal, f64, nan, noise, stir, tiny_gpt
-from train_ppo import Settings, TrainConfig
+from train_ppo import Settings, LoopConfig
 from train_rm import pair_scores
 
 SEEDS = pytest.mark.parametrize("seed", range(4))
@@ -151,7 +151,7 @@ def test_the_report_holds_what_ruler_and_truth_say_and_goes_with_its_policy(
     for name, n in (("PROMPTS", 7), ("REFERENCE", 64), ("SAMPLES", 2)):
         monkeypatch.setattr(report, name, n)
     data, path = write_models(tmp_path) / "data", tmp_path / "report.json"
-    config = SimpleNamespace(**vars(Settings(max_new_tokens=8)) | vars(TrainConfig()))
+    config = SimpleNamespace(**vars(Settings(max_new_tokens=8)) | vars(LoopConfig()))
     config.data, config.models, config.out, config.device = data, tmp_path, tmp_path, "cpu"
     config.seed, pages = 3, []
     policy, _, score, tokenizer = load_models(config)

@@ -255,7 +255,7 @@ def test_sft_and_reward_model_are_trained_as_their_twins(tmp_path, monkeypatch):
 def test_ppo_trains_as_its_twin(made, tmp_path):
     flags = f"{PPO} --device cpu --data {made}/data --models {made} --out {tmp_path}"
     _, rows, ((trained, score, prompts),) = watched_run("train_ppo.py", flags)
-    agree(tmp_path, "ppo", plain_ppo(settings(flags, train_ppo.Settings, train_ppo.TrainConfig)))
+    agree(tmp_path, "ppo", plain_ppo(settings(flags, train_ppo.Settings, train_ppo.LoopConfig)))
     assert rows == {True: 3, False: 6}  # responses are traced, six at once
     assert [[x] for x in prompts] == ids_in(made / "data", "prompts_train", trained.tokenizer)
     assert score(torch.ones(2, 5).long(), torch.ones(2, 4).bool()).shape == (2,)
@@ -276,10 +276,10 @@ def test_so_do_other_networks_and_another_algorithm(made, tmp_path, monkeypatch,
     flags = f" --device cpu --data {made}/data --models {made} --out {tmp_path}"
     if name == "critic":
         watched_run("train_ppo.py", flags := CRITIC + flags)
-        twin = plain_ppo(settings(flags, train_ppo.Settings, train_ppo.TrainConfig))
+        twin = plain_ppo(settings(flags, train_ppo.Settings, train_ppo.LoopConfig))
     else:
         watched_run("variations/rloo.py", flags := f"{RLOO} {made}/ppo.pt {flags}")
-        twin = plain_ppo(settings(flags, rloo.Settings, train_ppo.TrainConfig), rloo)
+        twin = plain_ppo(settings(flags, rloo.Settings, train_ppo.LoopConfig), rloo)
     agree(tmp_path, "ppo", twin)
 
 
@@ -287,12 +287,12 @@ DEFAULTS = """
 RunConfig(data='data/zoo', out='out', device='auto', seed=0, resume=False, overwrite=False, tensorboard=False)
 TrainConfig(steps=1300, epochs=12, batch_size=64, micro_batch=16, lr=0.003, warmup=20, max_grad_norm=1.0, vocab_size=1024, context=128, layers=4, heads=4, channels=96, bfloat16=False, init='')
 TrainConfig(steps=1950, epochs=2, batch_size=64, micro_batch=16, lr=0.001, warmup=20, max_grad_norm=1.0, max_new_tokens=48, models='')
-TrainConfig(steps=450, batch_size=128, lr=0.0008, warmup=5, adam_eps=0.0001, models='', policy='', reward='', no_report=False, kl_target=0.0, ref_update_every=0)
+LoopConfig(steps=450, batch_size=128, lr=0.0008, warmup=5, adam_eps=0.0001, models='', policy='', reward='', no_report=False, kl_target=0.0, ref_update_every=0)
 """
 
 
 def test_the_defaults_are_those_that_were_measured():
-    stages = [x.TrainConfig() for x in (train_sft, train_rm, train_ppo)]
+    stages = train_sft.TrainConfig(), train_rm.TrainConfig(), train_ppo.LoopConfig()
     assert [str(x) for x in (RunConfig(), *stages)] == DEFAULTS.strip().splitlines()
 
 

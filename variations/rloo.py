@@ -8,8 +8,7 @@ prompt instead, and compares each with the mean of the others:
 (Ahmadian et al., arXiv:2402.14740; Kool et al., 2019, "Buy 4 REINFORCE samples, get a baseline for
 free!") This baseline does not depend on response i, so the expected step (see
 variations/__init__.py) is the gradient of J. All tokens of a response have the same advantage.
-There is no value loss, no lambda and no whitening. The paper leaves the clip out. Here it stays,
-for --epochs above 1; in one pass it hardly acts.
+There is no value loss, no lam and no whitening. The paper leaves the clip out. Here it stays, because it matters with --epochs above 1.
 """
 
 from dataclasses import dataclass
