@@ -21,17 +21,16 @@ Rows from which nothing can be learned are skipped and counted. Any other fault 
 anything is written. A share of the prompts, chosen by a hash, is held out with all their rows.
 """
 
-import argparse
 import csv
 import io
 import json
 from collections import Counter
 from pathlib import Path
 
-from data.files import UserError, parse_lines, printable, read_text
+from data.files import UserError, command, parse_lines, printable, read_text
 from data.rows import KEYS, SHARE, write_rows
 
-FLAGS = ("prompt", "completion", "chosen", "rejected", "messages")
+PLACES = ("prompt", "completion", "chosen", "rejected", "messages")
 USES = [*KEYS.values(), ("messages",), ("chosen", "rejected")]
 
 
@@ -138,30 +137,26 @@ def convert(path, keys):
     return list(rows)
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("file", metavar="FILE", type=Path)
-    parser.add_argument("--out", metavar="FOLDER", type=Path, required=True)
-    for flag in FLAGS:
-        parser.add_argument(f"--{flag}", metavar="KEY", help=f"where a row has its {flag}")
-    text = "share of the prompts to hold out; 0: only the train file, 1: only the val file"
-    parser.add_argument("--val", type=float, default=SHARE, help=f"{text} (default: {SHARE})")
-    parser.add_argument("--overwrite", action="store_true", help="replace files in FOLDER")
-    args = parser.parse_args()
-    keys = {flag: getattr(args, flag) for flag in FLAGS if getattr(args, flag) is not None}
-    try:
-        if tuple(keys) not in USES:
-            raise UserError("these flags do not go together: -h shows which do")
-        if not 0 <= args.val <= 1:
-            raise UserError(f"--val {args.val}: should be from 0 to 1")
-        rows = convert(args.file, keys)
-        task = {len(columns): name for name, columns in KEYS.items()}[len(rows[0])]
-        write_rows(args.out, task, rows, args.overwrite, args.val)
-    except (UserError, OSError) as error:
-        parser.exit(2, f"convert.py: {printable(str(error), keep='')}\n")
+VAL = f"share of the prompts to hold out; 0: only the train file, 1: only the val file ({SHARE})"
+FLAGS = {
+    "file": {"metavar": "FILE", "type": Path},
+    "--out": {"metavar": "FOLDER", "type": Path, "required": True},
+    **{f"--{key}": {"metavar": "KEY", "help": f"where a row has its {key}"} for key in PLACES},
+    "--val": {"type": float, "default": SHARE, "help": VAL},
+    "--overwrite": {"action": "store_true", "help": "replace files in FOLDER"},
+}
+
+
+def main(args):
+    keys = {key: getattr(args, key) for key in PLACES if getattr(args, key) is not None}
+    if tuple(keys) not in USES:
+        raise UserError("these flags do not go together: -h shows which do")
+    if not 0 <= args.val <= 1:
+        raise UserError(f"--val {args.val}: should be from 0 to 1")
+    rows = convert(args.file, keys)
+    task = {len(columns): name for name, columns in KEYS.items()}[len(rows[0])]
+    write_rows(args.out, task, rows, args.overwrite, args.val)
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, FLAGS, main)

@@ -1,7 +1,9 @@
-"""Files that are written whole or not at all, and JSON lines."""
+"""Files that are written whole or not at all, JSON lines, and the programs of this folder."""
 
+import argparse
 import json
 import os
+import sys
 from pathlib import Path
 
 
@@ -84,3 +86,15 @@ def write_jsonl(path, rows):
     """rows: dicts. Half a surrogate pair, which UTF-8 cannot hold, becomes the escape of JSON."""
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_file(path, lines.encode(errors="backslashreplace"))
+
+
+def command(doc, flags, main):
+    """main(arguments) as a program. flags: {name: how argparse.add_argument() takes it}."""
+    name, form = Path(sys.argv[0]).name, argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=name, description=doc, formatter_class=form)
+    for flag, options in flags.items():
+        parser.add_argument(flag, **options)
+    try:
+        main(parser.parse_args())
+    except (UserError, OSError) as error:
+        parser.exit(2, f"{name}: {printable(str(error), keep='')}\n")

@@ -15,11 +15,10 @@ A hash holds out a twentieth of the openings. Within an opening, snippets neares
 paired, so that length tells little. Nobody compared the two; the label is that of the whole review.
 """
 
-import argparse
 from collections import defaultdict
 from pathlib import Path
 
-from data.files import UserError
+from data.files import command
 from data.rows import write_rows
 
 OPENING, SHORTEST = 4, 8  # words
@@ -67,21 +66,18 @@ def read(path):
         return data.decode("latin-1")
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("good", help="rt-polarity.pos")
-    parser.add_argument("bad", help="rt-polarity.neg")
-    parser.add_argument("--out", type=Path, required=True, help="folder")
-    parser.add_argument("--overwrite", action="store_true", help="replace files that are there")
-    args = parser.parse_args()
-    try:
-        for task, rows in make_rows(read(args.good), read(args.bad)).items():
-            write_rows(args.out, task, rows, args.overwrite)
-    except (OSError, UserError) as error:
-        parser.exit(2, f"rt_polarity.py: {error}\n")
+FLAGS = {
+    "good": {"help": "rt-polarity.pos"},
+    "bad": {"help": "rt-polarity.neg"},
+    "--out": {"type": Path, "required": True, "help": "folder"},
+    "--overwrite": {"action": "store_true", "help": "replace files that are there"},
+}
+
+
+def main(args):
+    for task, rows in make_rows(read(args.good), read(args.bad)).items():
+        write_rows(args.out, task, rows, args.overwrite)
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, FLAGS, main)

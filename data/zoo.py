@@ -8,7 +8,6 @@ probability. All rows are drawn from it, so the limits that no model can pass ar
 no training step calls it.
 """
 
-import argparse
 import math
 import random
 import re
@@ -18,7 +17,7 @@ from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 
-from data.files import UserError, write_jsonl
+from data.files import UserError, command, write_jsonl
 
 # ----------------------------------------------------------------------
 # The world: 20 animals, 5 things to know about each, 5 ways to ask. The right value of each column
@@ -394,19 +393,16 @@ def write_data(folder, seed=0):
     return rows
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", required=True, help="new folder")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    args = parser.parse_args()
-    try:
-        for name, rows in write_data(args.out, args.seed).items():
-            print(f"{name + '.jsonl':24}{len(rows):>8,} rows")
-    except (UserError, OSError) as error:
-        parser.exit(2, f"zoo.py: {error}\n")
+FLAGS = {
+    "--out": {"required": True, "help": "new folder"},
+    "--seed": {"type": int, "default": 0, "help": "default: 0"},
+}
+
+
+def main(args):
+    for name, rows in write_data(args.out, args.seed).items():
+        print(f"{name + '.jsonl':24}{len(rows):>8,} rows")
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, FLAGS, main)

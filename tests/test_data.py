@@ -11,7 +11,7 @@ import pytest
 
 from cli import ROOT, run, write_rows
 from data import truth, zoo
-from data.files import UserError, write_jsonl
+from data.files import UserError, command, write_jsonl
 from data.rows import load_rows
 from data.zoo import BEST, FACTS, PROMPTS, WORST, crowd, judge, statements
 
@@ -42,7 +42,7 @@ def test_the_rows_of_seed_0_are_those_of_all_results(made):
 def test_a_new_folder_gets_its_name_when_all_files_are_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(zoo, "ROWS", dict.fromkeys(zoo.ROWS, 50))
     monkeypatch.setattr(sys, "argv", ["zoo.py", "--out", f"{tmp_path}/a", "--seed", "7"])
-    zoo.main()
+    command(zoo.__doc__, zoo.FLAGS, zoo.main)
     rows = [tuple(row.values()) for row in zoo.make_rows(7)["pref_val"]]
     assert load_rows(tmp_path / "a" / "pref_val.jsonl", "pref") == rows
     with pytest.raises(UserError, match="a: is there already; choose another --out"):
