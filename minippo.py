@@ -550,11 +550,13 @@ def whiten(x, mask):
 # A pass over the batch is cut into minibatches, with a gradient step for each. The first step is
 # *on-policy*: the policy being trained sampled the batch. Then its weights change. The policy that
 # sampled is now the *old* policy, and the next steps are *off-policy*. The *ratio* pi / old
-# corrects for that, choice by choice (*importance sampling*): E_old[ratio * A] = sum_a old(a)
-# (pi(a) / old(a)) A(a) = E_pi[A]. (It does not correct the states: they are still those that old
-# reached.) The gradient of ratio * A is ratio * A * grad log pi, because grad pi = pi grad log pi.
-# At ratio 1, where an update begins, this is the policy gradient. Far from 1, a few large ratios
-# dominate. So PPO clips the ratio.
+# corrects for that, choice by choice (*importance sampling*):
+#
+#     E_old[ratio * A] = sum_a old(a) (pi(a) / old(a)) A(a) = E_pi[A]
+#
+# (It does not correct the states: they are still those that old reached.) The gradient of ratio * A
+# is ratio * A * grad log pi, because grad pi = pi grad log pi. At ratio 1, where an update begins,
+# this is the policy gradient. Far from 1, a few large ratios dominate. So PPO clips the ratio.
 #
 # Do not confuse the old policy with the reference. The old policy sampled this batch, a few
 # gradient steps ago. The reference is the frozen SFT model. The ratio compares pi with old, the KL

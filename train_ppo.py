@@ -23,7 +23,7 @@ class StageConfig:  # read by every script that trains a policy, variations/dpo.
     steps: int = 450  # iterations
     batch_size: int = 128  # responses per iteration
     lr: float = 8e-4  # peak learning rate of Adam; falls to 0; 30 times this for the value head
-    warmup: int = 5  # iterations in which the learning rate climbs to its peak
+    warmup: int = 5  # iterations in which the learning rate climbs to its peak; at most a tenth
     adam_eps: float = 1e-4  # Adam's epsilon; weights with tiny, noisy gradients move less
     models: str = ""  # folder of sft.pt and rm.pt; if empty, --out or the folder above it
     policy: str = ""  # checkpoint to start from, out/ppo.pt for a second round; if empty, sft.pt

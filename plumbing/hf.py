@@ -74,7 +74,7 @@ def read_gpt2(source, bfloat16=False):
         copy_trunk(theirs.transformer, model.trunk)
         tokens = torch.randint(c.vocab_size, (1, min(9, c.n_positions)))
         gap = (theirs.eval()(tokens).logits - model(tokens)[0]).abs().max()
-        if info["missing_keys"] or tokenizer.vocab_size != c.vocab_size or gap > 0.1:
+        if info["missing_keys"] or tokenizer.vocab_size != c.vocab_size or not gap <= 0.1:
             raise ValueError(f"weights or tokens are missing, or its logits are {gap:.2g} off")
     except Exception as error:  # each library has its own errors
         reason = f"{type(error).__name__}: {error}".partition("\n")[0][:140]

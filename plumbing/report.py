@@ -35,11 +35,11 @@ def check_start(policy, ref, score, prompts, config):
     bfloat16 single tokens are off by its rounding, so there the mean is judged.
     """
     if config.kl_target and not config.kl_coef:
-        raise UserError("--kl_target multiplies --kl_coef, which is 0: give one above 0")
+        raise UserError("--kl_target multiplies --kl_coef, which is 0: give a --kl_coef above 0")
     B, k, minibatches = config.batch_size, config.k, config.minibatches
     if B % k or B < minibatches:
         raise UserError(
-            f"--batch_size {B}: should be a multiple of --k {k}, >= --minibatches {minibatches}"
+            f"--batch_size {B}: should be a multiple of --k {k} and at least --minibatches {minibatches}"
         )
     columns = []  # log-probabilities by which generate() draws, column by column, of its rows
 
@@ -123,7 +123,7 @@ class Evaluator:
     def __init__(self, ref, score, tokenizer, prompts, config):
         self.ref, self.score, self.tokenizer = ref, score, tokenizer
         self.prompts, self.config, self.judge = prompts, copy.copy(config), judge_of(config.data)
-        self.config.micro_batch = config.micro_batch or 512
+        self.config.micro_batch = 16 * config.micro_batch or 512  # without gradients, more fit
         self.questions = [tokenizer.decode(prompt) for prompt in prompts]
         self.reference, self.reference_texts = self.sample(ref, REFERENCE)
 

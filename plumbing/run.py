@@ -35,7 +35,7 @@ class FitConfig:
     batch_size: int = 64  # rows per step
     micro_batch: int = 16  # rows in memory at once
     lr: float = 1e-3  # peak learning rate of Adam; it falls linearly to 0
-    warmup: int = 20  # steps in which the learning rate climbs to its peak
+    warmup: int = 20  # steps in which the learning rate climbs to its peak; at most a tenth
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
 
     def limit_steps(self, rows):
@@ -132,7 +132,8 @@ class Run:
             part.load_state_dict(contents[name])
         for name in self.NUMBERS:
             setattr(self, name, contents[name])
-        self.config.kl_coef = contents["kl_coef"]  # it may have been adapted
+        if self.kind == "ppo":
+            self.config.kl_coef = contents["kl_coef"]  # it may have been adapted
         torch.set_rng_state(contents["random"])
         if torch.cuda.is_available() and "cuda" in contents:
             torch.cuda.set_rng_state(contents["cuda"])

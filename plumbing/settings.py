@@ -86,10 +86,15 @@ def prepare(config):
     config.data, config.out = Path(config.data), Path(config.out)
     config.out.mkdir(parents=True, exist_ok=True)
     if hasattr(config, "models"):
-        beside = config.out if (config.out / "sft.pt").exists() else config.out.parent
-        config.models = Path(config.models or beside)
+        config.models = models_of(config, config.out)
     config.device = device_of(config)
     torch.manual_seed(config.seed)
+
+
+def models_of(config, folder):
+    """The folder of sft.pt: --models, or, if that is empty, this folder or the one above it."""
+    beside = folder if (folder / "sft.pt").exists() else folder.parent
+    return Path(config.models or beside)
 
 
 def device_of(config):
@@ -131,7 +136,8 @@ def explain(error):
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, ModuleNotFoundError):
-        return f"the package {error.name} is missing; pip install {error.name}"
+        package = str(error.name).partition(".")[0]
+        return f"the package {package} is missing; pip install {package}"
     if isinstance(error, FloatingPointError):
         return f"{text}; in training, start over with --overwrite and a smaller --lr"
     if isinstance(error, OSError) and error.strerror:

@@ -57,6 +57,9 @@ def test_an_imported_gpt2_gives_the_logits_and_ids_of_transformers_and_lacks_no_
     their_ids = AutoTokenizer.from_pretrained(tmp_path, split_special_tokens=True).encode
     for text in [*TEXTS, *zoo.PROMPTS, *random_texts(0)]:
         assert tokenizer.encode(text) == their_ids(text)
+    save_file(file | {"ln_f.bias": torch.full((24,), torch.nan)}, path, metadata={"format": "pt"})
+    with pytest.raises(UserError, match="its logits are nan off"):
+        hf.read_gpt2(tmp_path)
     del file["h.0.mlp.c_fc.weight"]
     save_file(file, path, metadata={"format": "pt"})
     with pytest.raises(UserError, match="weights or tokens are missing"):

@@ -90,6 +90,11 @@ def evaluator_of(monkeypatch, folder="zoo", beta=0.5):
 
 def test_every_response_is_measured_by_its_definition_in_pieces_too(monkeypatch):
     evaluator = evaluator_of(monkeypatch)
+    evaluator.config.micro_batch = 2
+    again = Evaluator(
+        evaluator.ref, lambda *x: x[0].sum(1), evaluator.tokenizer, [[1]], evaluator.config
+    )
+    assert again.config.micro_batch == 32
     evaluator.config.micro_batch = 5
     policy, ref = stir(tiny_gpt(), 0.1), evaluator.ref
     measured, texts = evaluator.sample(policy, 4)
@@ -237,7 +242,7 @@ scale=5.1 -> the standard deviation of the first scores is 5.1: divide by it
 scale=0 -> checked:
 batch_size=7, k=2 -> !--batch_size 7: should be a multiple of --k 2
 batch_size=4 -> checked:
-batch_size=3 -> !--batch_size 3: should be a multiple of --k 1, >= --minibatches 4
+batch_size=3 -> !--batch_size 3: should be a multiple of --k 1 and at least --minibatches 4
 """
 
 

@@ -193,7 +193,7 @@ def fail(error):
 
 ERRORS = [
     (UserError("do this é\x1b[31m\n\u202e"), 2, "do this é\\x1b[31m\\n\\u202e\n"),
-    (ModuleNotFoundError("", name="x.y"), 2, "the package x.y is missing; pip install x.y\n"),
+    (ModuleNotFoundError("", name="x.y"), 2, "the package x is missing; pip install x\n"),
     (
         FloatingPointError("nan\nmore"),
         2,

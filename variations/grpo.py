@@ -23,6 +23,8 @@ clips it at 1 - 3e-4 and 1 + 4e-4: give a small --clip_eps.
 
 from dataclasses import dataclass
 
+import torch
+
 from minippo import bounded_exp, evaluate_actions, masked_mean, policy_loss
 from train_ppo import train
 from variations import GroupConfig
@@ -53,7 +55,9 @@ def loss(policy, batch, config):
     log_ratio = (logprobs - batch["old_logprobs"]) * mask
     if config.sequence:
         log_ratio = mask * log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)
-    loss, stats = policy_loss(log_ratio, 0 * log_ratio, batch["advantages"], mask, config.clip_eps)
+    loss, stats = policy_loss(
+        log_ratio, torch.zeros_like(log_ratio), batch["advantages"], mask, config.clip_eps
+    )
     log_q = (batch["ref_logprobs"] - logprobs) * mask
     k3 = masked_mean(batch["weights"] * (bounded_exp(log_q) - 1 - log_q), mask)
     loss = loss + config.kl_coef * k3
