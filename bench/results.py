@@ -3,7 +3,7 @@
     python -m bench.results seeds         the default, all three stages, on ten seeds
     python -m bench.results settings      PPO with other settings, on three
     python -m bench.results passes        PPO with several passes over a batch, on three
-    python -m bench.results equals        settings of PPO that make no difference, on three
+    python -m bench.results equals        settings of PPO that make little difference, on three
     python -m bench.results neighbours    PPO beside variations/ and TRL (trl==1.12.0), on three
     python -m bench.results sums          PPO, RLOO and GRPO on examples/sums.py, on three
 
