@@ -3,8 +3,6 @@ import signal
 import pytest
 import torch
 
-from cli import write_models
-
 # The tensors of the tests are tiny: more threads would only wait for each other. And the order of
 # sums, so the last bit of a result, depends on their number.
 torch.set_num_threads(1)
@@ -20,4 +18,6 @@ def same_random_numbers():
 @pytest.fixture(scope="session")
 def made(tmp_path_factory):
     """-> a folder named out, with data/, sft.pt and rm.pt, for reading only."""
+    from cli import write_models  # here, because the tests of the mutants import nothing before
+
     return write_models(tmp_path_factory.mktemp("made") / "out")
