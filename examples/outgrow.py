@@ -80,6 +80,7 @@ def main():
         copy_trunk(trainer.model.transformer, policy.trunk)
         run.finish()
         report(run, score, prompts)
+    process.destroy_process_group()
 
 
 if __name__ == "__main__":
