@@ -14,7 +14,7 @@ import torch
 
 from data.files import UserError, printable, write_file
 from data.rows import load_rows
-from data.truth import surprisals, judge_of, margins
+from data.truth import judge_of, margins, surprisals
 from minippo import draw, evaluate_actions, gather_logprobs, generate, kl_per_response, rollout
 from minippo import row_lengths
 from plumbing.models import load_sft, nll
@@ -38,9 +38,8 @@ def check_start(policy, ref, score, prompts, config):
         raise UserError("--kl_target multiplies --kl_coef, which is 0: give a --kl_coef above 0")
     B, k, minibatches = config.batch_size, config.k, config.minibatches
     if B % k or B < minibatches:
-        raise UserError(
-            f"--batch_size {B}: should be a multiple of --k {k} and at least --minibatches {minibatches}"
-        )
+        wanted = f"a multiple of --k {k} and at least --minibatches {minibatches}"
+        raise UserError(f"--batch_size {B}: should be {wanted}")
     columns = []  # log-probabilities by which generate() draws, column by column, of its rows
 
     def recorded_draw(logits):

@@ -13,7 +13,7 @@ import minippo
 from cli import write_models
 from data.files import UserError
 from data.rows import load_rows
-from data.truth import surprisals, margins
+from data.truth import margins, surprisals
 from minippo import GPTConfig, PPOConfig, frozen_copy
 from plumbing import page, report
 from plumbing.models import load_checkpoint, load_models, nll

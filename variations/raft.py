@@ -7,9 +7,9 @@ samples as the expert. For each prompt
     best = the response of k with the largest score - beta * KL
     loss = - mean of log pi over the tokens of the best          the loss of SFT, on one in k
 
-The best of k has its own distribution, p_k. The expected step is minus the gradient of KL(p_k ||
-pi), with p_k held fixed although it depends on pi. So it matters which response is best, but not by
-how much.
+The best of k has its own distribution, p_k. The expected step is minus the gradient of
+KL(p_k || pi), with p_k held fixed although it depends on pi. So it matters which response is best,
+but not by how much.
 """
 
 import torch
