@@ -104,19 +104,18 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.channels, 3 * config.channels)
         self.out = nn.Linear(config.channels, config.channels)
 
-    def forward(self, x, cache=None, start=0):
+    def forward(self, x, cache=None):
         """(B, T, C) -> (B, T, C).
 
-        cache: made by new_cache(), holds the keys and values of the positions before `start`. This
-        call appends those of its T positions; if start is not 0, T must be 1.
+        cache: a list with the keys and the values of the earlier positions, or empty if there are
+        none. This call appends those of its T positions. If there are earlier ones, T must be 1.
         """
         q, k, v = (y.unflatten(-1, (self.heads, -1)) for y in self.qkv(x).chunk(3, -1))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, C/H)
         if cache is not None:
-            end = start + x.shape[1]
-            for stored, new in zip(cache, (k, v)):
-                stored[:, :, start:end] = new
-            k, v = (stored[:, :, :end] for stored in cache)
+            if cache:
+                k, v = (torch.cat(pair, 2) for pair in zip(cache, (k, v)))
+            cache[:] = k, v  # (B, H, positions so far, C/H) each
         causal = q.shape[2] > 1  # a single query is the last position: it may read all of them
         y = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
         return self.out(y.transpose(1, 2).flatten(2))
@@ -133,14 +132,14 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(C)
         self.mlp = nn.Sequential(nn.Linear(C, 4 * C), nn.GELU("tanh"), nn.Linear(4 * C, C))
 
-    def forward(self, x, cache=None, start=0):
-        x = x + self.attention(self.norm1(x), cache, start)
+    def forward(self, x, cache=None):
+        x = x + self.attention(self.norm1(x), cache)
         return x + self.mlp(self.norm2(x))
 
 
 class Trunk(nn.Module):
-    """The body below the heads: tokens (B, T) -> hidden states (B, T, C). cache, start: see
-    new_cache() and Attention."""
+    """The body below the heads: tokens (B, T) -> hidden states (B, T, C). cache: see Attention, one
+    list per block; start: the position of the first token."""
 
     def __init__(self, config):
         super().__init__()
@@ -163,15 +162,8 @@ class Trunk(nn.Module):
         x = self.token_embedding(tokens) + self.position_embedding(positions)
         with torch.autocast(x.device.type, torch.bfloat16, self.config.bfloat16):
             for i, block in enumerate(self.blocks):
-                x = block(x, cache and cache[i], start)
+                x = block(x, cache and cache[i])
         return self.norm(x)
-
-    def new_cache(self, rows, longest):
-        """Empty keys and values for each block, for `longest` positions."""
-        c, weight = self.config, self.norm.weight
-        dtype = torch.bfloat16 if c.bfloat16 else weight.dtype
-        size = 2, rows, c.heads, longest, c.channels // c.heads
-        return [list(weight.new_zeros(size, dtype=dtype)) for _ in self.blocks]
 
 
 class GPT(nn.Module):
@@ -347,7 +339,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
     prompt_lengths = torch.tensor([len(ids) for ids in prompts], device=device)
     limits = (prompt_lengths + max_new_tokens).clamp(max=context)
     lengths, rows = prompt_lengths.clone(), torch.arange(len(prompts), device=device)
-    cache = policy.trunk.new_cache(len(prompts), T)
+    cache = [[] for _ in range(policy.config.layers)]
     begin, t = 0, int(prompt_lengths.min())
     while len(rows):  # read the columns from begin to t - 1, and draw a token for column t
         hidden = policy.trunk(tokens[rows, begin:t], cache=cache, start=begin)[:, -1]  # (rows, C)

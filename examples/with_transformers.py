@@ -56,14 +56,11 @@ class Trunk(torch.nn.Module):
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
         self.body = inner.base_model
 
-    def new_cache(self, rows, longest):
-        return []  # then (keys, values) of each layer
-
     def forward(self, tokens, cache=None, start=0):
         for layer in self.model.modules():  # no dropout, but checkpoints work in training mode
             checkpoints = getattr(layer, "gradient_checkpointing", False)
             layer.training = checkpoints and torch.is_grad_enabled()
-        past = None if cache is None else transformers.DynamicCache(cache)
+        past = None if cache is None else transformers.DynamicCache([x for x in cache if x])
         with torch.autocast(tokens.device.type, torch.bfloat16, self.bfloat16):
             hidden = self.body(tokens, cache=past, use_cache=past is not None).last_hidden_state
         if past is not None:
@@ -82,7 +79,9 @@ class Policy(torch.nn.Module):
         torch.nn.init.zeros_(self.value_head.weight)  # center_values() sets the bias
         eos, ends = tokenizer.eos_token_id, model.generation_config.eos_token_id
         context = getattr(model.config, "max_position_embeddings", 10**9)
-        self.config = SimpleNamespace(eos=eos, context=context)
+        self.config = SimpleNamespace(
+            eos=eos, context=context, layers=model.config.num_hidden_layers
+        )
         refuse(eos is None, "the tokenizer has no end token: set tokenizer.eos_token")
         if ends not in (None, eos, [eos]):
             print(f"only {eos}, tokenizer.eos_token, ends a response, not all of {ends}")

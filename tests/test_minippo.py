@@ -216,7 +216,9 @@ def test_bfloat16_is_inside_the_blocks_alone_and_the_same_in_sampling_and_scorin
     a, b = full.hidden(tokens)[0], half.hidden(tokens)[0]
     assert 1e-4 < (a - b).abs().max() < 0.3
     assert {x.dtype for x in (b, logprobs, *half.parameters())} == {torch.float32}
-    assert {x.dtype for block in half.trunk.new_cache(1, 9) for x in block} == {torch.bfloat16}
+    cache = [[] for _ in half.trunk.blocks]
+    half.trunk(tokens, cache)
+    assert {x.dtype for block in cache for x in block} == {torch.bfloat16}
     assert evaluate_actions(half.to(torch.bfloat16), tokens, mask)[0].dtype == torch.float32
 
 
