@@ -179,7 +179,9 @@ def main():
         look("after")
         row["kl"] = statistics.fmean(line["kl"] for line in log[-5:])
         row["minutes"] = (time.perf_counter() - start) / 60
-    row["an iteration, s"] = statistics.median(b - a for a, b in itertools.pairwise(seconds[1:]))
+    if mode == "speed":
+        times = [b - a for a, b in itertools.pairwise(seconds[1:])]
+        row = {"an iteration, s": statistics.median(times)}
     row["peak, GB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # on Linux
 
     name = ", ".join([mode, f"seed {args.seed}", *["LoRA"] * args.lora, *["TRL"] * args.trl])

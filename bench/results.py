@@ -103,8 +103,7 @@ PATHS = "beta = 0.03", "default", "beta = 0.3", HACKED  # for the pictures
 BETAS = 0.03, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0, 5.0  # of the best policies
 COLUMNS = "judge", "score", "optimality", "kl", "distinct"
 FEW = "judge", "optimality", "kl"
-OF_A_SEED = "sft above_entropy", "rm below_ceiling", "policy judge", "policy kl"
-OF_A_SEED += "seen optimality", "unseen optimality"
+OF_A_SEED = "policy judge", "policy kl", "seen optimality", "unseen optimality"
 
 # The runner: a job is a folder and the words of its processes
 
