@@ -43,7 +43,7 @@ that choice is stored at index t: log pi at index 1 is that of token 2, "sweet".
     mask         .      x      x      x      .              does the action belong to the response?
     log pi       .     -0.50  -1.20  -0.10   .              of the action, when it was sampled
     log ref      .     -1.00  -1.00  -0.30   .              of the action, under the reference
-    KL           .      0.50  -0.20   0.20   .              of the action: log pi - log ref
+    KL           .      0.50  -0.20   0.20   .              log pi - log ref, which may be below 0
     reward       .     -0.05   0.02   1.38   .              -beta * KL; the last gets the score too
     value        .      0.80   1.00   1.20   .              prediction: sum of the rewards to come
 
@@ -197,8 +197,8 @@ class RewardModel(nn.Module):
     Made from a GPT, it starts with a copy of the GPT's trunk. After training, train_rm.py sets
     `mean` and `std`, so that the SFT model's own answers have mean 0 and standard deviation 1, and
     beta means the same for any reward model. It also sets `cap`, the score that one in a hundred
-    of these answers exceeds. Higher scores are cut to it, because so high up the reward model is
-    often wrong (arXiv:2502.18770).
+    of these answers exceeds. Higher scores are lowered to it, because so high up the reward model
+    is often wrong (arXiv:2502.18770).
     """
 
     def __init__(self, gpt):
@@ -223,8 +223,8 @@ class RewardModel(nn.Module):
 # --------------------------------------------------------------------------------------------------
 # 2. Log-probabilities and masks
 #
-# Sums and means run over response tokens only: x[mask] picks these N tokens. Padding that leaks
-# in would be trained on, dilute every mean, and add to the KL.
+# Sums and means run over response tokens only: x[mask] picks these N tokens. Prompts or padding
+# that leak in would be trained on, dilute every mean, and add to the KL.
 
 
 def check_mask(mask, *tensors):
@@ -354,8 +354,8 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
         begin, t = t, t + 1
     T = int(lengths.max())
     tokens, mask = tokens[:, :T], response_mask(prompt_lengths, lengths, T)
-    # The loop could give these numbers too, but rounded differently. Computing them as the update
-    # does makes the ratio pi / old (section 5) start at 1.
+    # The loop could give these numbers too, but rounded differently. They are computed here as in
+    # the update, which divides by these probabilities (section 5), so the ratio starts at 1.
     logprobs, values, _ = evaluate_actions(policy, tokens, mask, temperature)
     return tokens, mask, logprobs, values
 
@@ -370,11 +370,12 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
 # arbitrary. The loss is -log of this probability. For a margin score(a) - score(b) of 2, 0 or -2,
 # it is 0.13, 0.69 or 2.13.
 #
-# Why a model? Nobody would grade all responses that PPO samples, 57,600 in train_ppo.py. These
-# differ from the answers in the pairs (*distribution shift*), so their scores may be wrong: too
-# high, for example, for long, flattering or evasive answers. Learning to exploit this is *reward
-# hacking* or *overoptimisation*: the score rises, and the text gets worse. Hence the penalty on the
-# KL, and the cap.
+# Why a model? PPO needs the score of a response as soon as it is sampled: 57,600 in train_ppo.py,
+# and as many in each further run. People label pairs once. But the responses of PPO differ from the
+# answers in the pairs (*distribution shift*), so their scores may be wrong: too high, for example,
+# for long, flattering or evasive answers. Learning to exploit this is *reward hacking* or
+# *overoptimisation*: the score rises, and the text gets worse. Hence the penalty on the KL, and the
+# cap.
 
 
 def reward_model_loss(chosen_scores, rejected_scores):
@@ -394,7 +395,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # SFT is given the token to imitate in every state. Here there is none: the policy chooses all
 # tokens, and gets one score at the end (a *sparse reward*). We want to maximise E[score], the mean
 # over sampled responses y. A random draw has no gradient. But the probability of a response,
-# pi(y | x), or p(y), has one:
+# pi(y | x), or p(y) for short (pi from here on is that of one token), has one:
 #
 #     grad E[score] = grad sum_y p(y) score(y) = sum_y grad p(y) score(y)
 #                   = sum_y p(y) grad log p(y) score(y)         because grad p = p grad log p
@@ -420,7 +421,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #
 # The last term is 0: E[grad log p] = sum_y p grad log p = sum_y grad p = grad 1 = 0. And log p is a
 # sum over the tokens of y, so the KL splits into a reward for each token, -beta * (log pi - log
-# ref). The score is one more reward, with the last token.
+# ref). The score is one more reward, at the last token.
 #
 # The KL is never negative, and is 0 only if pi and ref agree; a sample of it may be negative. It
 # is not symmetric. KL(pi || ref) is a mean over what pi writes: an answer that ref hardly ever
@@ -432,7 +433,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # (Schulman, "Approximating KL divergence"):
 #
 #     k1 = d                   on average the KL, but often below 0     used in reward, metric
-#     k2 = d^2 / 2             the mean of its gradient is the KL's     loss, if kl_loss_coef > 0
+#     k2 = d^2 / 2             on average, its gradient is the KL's     loss, if kl_loss_coef > 0
 #     k3 = exp(-d) - 1 + d     on average the KL, and never below 0     metric
 #
 # k3 is never below 0, because exp(x) >= 1 + x, and near 0 it varies less than k1. Its mean is the
@@ -523,7 +524,7 @@ def gae(rewards, values, mask, gamma, lam):
 
 def whiten(x, mask):
     """Shift and scale x, (B, T-1), to mean 0 and standard deviation 1 over the mask; 0 elsewhere.
-    If all values are equal, up to rounding, all become 0.
+    If all selected numbers are equal, up to rounding, all become 0.
 
     So the gradient of the policy loss does not depend on the scale of the rewards: multiplying
     scores, beta and values by 10 gives the same whitened advantages. The mean acts as one more
@@ -539,10 +540,11 @@ def whiten(x, mask):
 
 
 # The fourth change: several gradient steps on one batch, because for large models sampling is slow.
-# A pass over the batch is cut into minibatches, with a gradient step for each. The first step is
-# *on-policy*: the policy being trained sampled the batch. Then its weights change. The policy that
-# sampled is now the *old* policy, and the next steps are *off-policy*. The *ratio* pi / old
-# corrects for that, choice by choice (*importance sampling*):
+# A pass over the batch is cut into minibatches, with a gradient step for each. (More steps use the
+# samples better, but lead further away from the policy that sampled them; by default there are
+# four.) The first step is *on-policy*: the policy being trained sampled the batch. Then its weights
+# change. The policy that sampled is now the *old* policy, and the next steps are *off-policy*. The
+# *ratio* pi / old corrects for that, choice by choice (*importance sampling*):
 #
 #     E_old[ratio * A] = sum_a old(a) (pi(a) / old(a)) A(a) = E_pi[A]
 #
@@ -564,7 +566,7 @@ def whiten(x, mask):
 #     A              1.14   0.15  -1.29     the whitened advantage
 #     clipped        1.20   1.11   0.80
 #     ratio * A      1.46   0.17  -0.96
-#     clipped * A    1.37   0.17  -1.04     here never the larger of the two, so
+#     clipped * A    1.37   0.17  -1.04     here the smaller of the two, or equal, so
 #                                           the loss is -(1.37 + 0.17 - 1.04) / 3 = -0.17
 #     gradient       0      0.17   0        of the smaller product: the factor of grad log pi
 #
@@ -718,8 +720,8 @@ def rollout(policy, ref, score, prompts, config, generate=generate):
 
 @torch.no_grad()
 def center_values(policy, batch):
-    """Before the first update: shift all values, in place, to the mean score of a rollout. If the
-    scores are far from 0, many updates would go into learning a constant otherwise."""
+    """Before the first update: shift all values, in place, to the mean score of a rollout.
+    Otherwise, if the scores are far from 0, many updates would be spent on learning a constant."""
     mean_value = masked_mean(batch["old_values"], batch["mask"])
     policy.value_head.bias += batch["scores"].mean() - mean_value
 
@@ -823,11 +825,12 @@ def batch_metrics(batch, config):
     """What to watch in a batch: means over its responses; entropy and explained_variance are over
     their tokens.
 
-    In a healthy run of train_ppo.py, score rises; kl climbs to a few nats and stays (if not, raise
-    kl_coef); entropy falls, but not to 0, where one answer is left (raise kl_coef); eos_rate stays
-    near 1; explained_variance climbs from 0, slowly and with dips. From ppo_update: clip_frac is
-    below 0.01 and ratio_max below 3, except in a few iterations (if often above, lower the learning
-    rate). If kl jumps, or the answers become alike, read them: this may be reward hacking.
+    In a healthy run of train_ppo.py, score rises; kl climbs to a few nats and stays (if it climbs
+    on, raise kl_coef); entropy falls, but not to 0, where one answer is left (raise kl_coef);
+    eos_rate stays near 1; explained_variance climbs from 0, slowly and with dips. From ppo_update:
+    clip_frac is below 0.01 and ratio_max below 3, except in a few iterations (if often above, lower
+    the learning rate). If kl jumps, or the answers become alike, read them: this may be reward
+    hacking. rlhf_reward is J, measured on the batch.
     """
     mask, scores, old_logprobs = batch["mask"], batch["scores"], batch["old_logprobs"]
     kl, kl_k3 = kl_per_response(old_logprobs, batch["ref_logprobs"], mask)
@@ -869,7 +872,8 @@ LETTERS = [*"abcdefghijklmnopqrstuvwxyz", "<eos>"]
 
 
 def turns_score(tokens, mask):
-    """Vowels and consonants should alternate (<eos> is a consonant): (B, T), (B, T-1) -> (B,)."""
+    """Vowels and consonants should alternate (<eos> is a consonant): half a point for each change,
+    minus half a point for each repetition. (B, T), (B, T-1) -> (B,)."""
     vowel = sum(tokens == LETTERS.index(c) for c in "aeiou")
     turns = vowel[:, 1:] != vowel[:, :-1]  # at t: is token t + 1 of another kind than token t?
     return (torch.where(turns, 0.5, -0.5) * mask).sum(1)

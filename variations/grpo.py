@@ -3,8 +3,8 @@
 For the --k responses to a prompt (DeepSeekMath, arXiv:2402.03300, section 4.1.2 and eq. 3 and 4)
 
     A_i  = (score_i - mean of the k scores) / their standard deviation     the same at every token
-    loss = - mean over responses of the mean over tokens of
-        min(ratio A_i, clipped ratio A_i) - beta (q - 1 - log q),       q = ref / pi of the token
+    loss = mean over responses of the mean over tokens of
+        -min(ratio A_i, clipped ratio A_i) + beta (q - 1 - log q),      q = ref / pi of the token
 
 What each part does to the expected step at ratio 1:
 
