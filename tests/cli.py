@@ -1,7 +1,5 @@
-"""The scripts as a user runs them, and a small data folder for them.
-
-run() executes a script in this process, which saves importing torch; shell() starts a process.
-"""
+"""The scripts as a user runs them, on small data. run() stays in this process, which saves the
+import of torch; shell() starts one."""
 
 import contextlib
 import io
@@ -9,6 +7,7 @@ import json
 import os
 import random
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -21,16 +20,18 @@ from data.files import write_jsonl
 from data.rows import KEYS, load_rows
 from minippo import GPT, GPTConfig, RewardModel
 from plumbing.models import fingerprint, save_checkpoint
+from plumbing.settings import read_flags
 from plumbing.text import Tokenizer
 from tiny import stir
 
 ROOT = Path(__file__).parents[1]
-PROCESS = {"cwd": ROOT, "env": os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}}
 
 
 def shell(*words):
     words = [sys.executable, *map(str, words)]
-    return subprocess.run(words, **PROCESS, capture_output=True, encoding="utf-8", timeout=120)
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+    more = {"capture_output": True, "encoding": "utf-8", "timeout": 120}
+    return subprocess.run(words, cwd=ROOT, env=env, **more)
 
 
 def run(script, *args, stdin="", root=ROOT):
@@ -50,20 +51,24 @@ def run(script, *args, stdin="", root=ROOT):
     return status, out.buffer.getvalue().decode(), err.getvalue()
 
 
+def read(flags, *classes, **more):
+    """-> the settings, as a script reads them; this seeds the random numbers too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["x", *shlex.split(flags)])
+        return read_flags("Text.", *classes, **more)
+
+
 def metrics(path):
     """The lines of a log, without what the clock says."""
     rows = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
     return [{name: row[name] for name in row if name != "seconds"} for row in rows]
 
 
-# Small data, small models
-
 CPU = ["--device", "cpu"]
-FIT = "--device cpu --epochs 1 --batch_size 16 --warmup 1".split()
+FIT = [*CPU, *"--epochs 1 --batch_size 16 --warmup 1".split()]
 SMALL = "--layers 1 --heads 2 --channels 16 --context 48 --vocab_size 300".split()
-SFT, RM = [*FIT, *SMALL], [*FIT, "--max_new_tokens", "8"]
-PPO = "--device cpu --steps 3 --batch_size 8 --minibatches 2 --max_new_tokens 8 --warmup 1".split()
-FLAGS = {"sft": SFT, "rm": RM, "ppo": [*PPO, "--no_report"]}
+PPO = [*CPU, *"--steps 3 --batch_size 8 --minibatches 2 --max_new_tokens 8 --warmup 1".split()]
+FLAGS = {"sft": [*FIT, *SMALL], "rm": [*FIT, "--max_new_tokens", "8"], "ppo": [*PPO, "--no_report"]}
 
 
 def write_rows(folder, **files):
@@ -79,8 +84,8 @@ def write_data(folder):
     prompts = rng.sample(sorted(x for x in zoo.PROMPTS if len(x) < 30), 24)
     for split, part in (("train", prompts[:20]), ("val", prompts[14:])):
         rows = [(x, *rng.sample(sorted(zoo.crowd(x), key=len)[:30], 2)) for x in part]
-        for columns, task in ((2, "sft"), (3, "pref"), (1, "prompts")):
-            write_rows(folder, **{f"{task}_{split}": [row[:columns] for row in rows]})
+        for task, keys in KEYS.items():
+            write_rows(folder, **{f"{task}_{split}": [row[: len(keys)] for row in rows]})
     return folder
 
 
@@ -96,8 +101,7 @@ def write_models(folder):
     torch.manual_seed(1)
     rows = load_rows(folder / "data" / "prompts_train.jsonl", "prompts")
     tokenizer = Tokenizer.train((x for (x,) in rows), 300)
-    shape = GPTConfig(tokenizer.vocab_size, 48, layers=2, heads=2, channels=16)
-    sft = stir(GPT(shape), 0.1)
+    sft = stir(GPT(GPTConfig(tokenizer.vocab_size, 48, layers=2, heads=2, channels=16)), 0.1)
     sft.trunk.norm.bias.data[0], sft.lm_head.weight.data[tokenizer.eos, 0] = 5.0, 0.6
     model = stir(RewardModel(sft), 0.1)
     model.mean.fill_(0.3), model.std.fill_(0.4)

@@ -13,9 +13,8 @@ PROMPTS, CHAT, PAIR = "--prompt q", "--messages m", "--chosen a --rejected b"
 
 
 def convert(folder, text, flags):
-    """-> status, stdout, stderr of the command for a file of this text, or of these objects."""
-    if not isinstance(text, str):
-        text = "".join(json.dumps(row) + "\n" for row in text)
+    """-> status, stdout, stderr; text: the file, or its objects."""
+    text = text if isinstance(text, str) else json.dumps(text)
     path = folder / ("x.CSV" if "q,a" in text[:4] else "x")
     path.write_bytes(text.encode())
     return run("data/convert.py", path, "--out", folder / "out", *flags.split())
@@ -25,72 +24,64 @@ def rows_of(folder, *names):
     return [row for x in names for row in load_rows(folder / f"{x}.jsonl", x.split("_")[0])]
 
 
+def rows(keys, *values):
+    """rows("qa", "12", "34") -> [{"q": "1", "a": "2"}, {"q": "3", "a": "4"}]"""
+    return [dict(zip(keys, x)) for x in values]
+
+
 def chat(*texts):
-    roles = ["user", "assistant"] * 2
-    return [{"role": role, "content": text} for role, text in zip(roles, texts)]
+    return rows(["role", "content"], *zip(["user", "assistant"] * 2, texts))
 
 
 def talk(*texts):
     return "".join(f"\n\n{who}: {x}" for who, x in zip(["Human", "Assistant"] * 2, texts))
 
 
-LINES = '\ufeff{"x": 1, "a": "2", "q": "é"}\r\n\n \t\n{"q": "\\ud83d", "a": "\u2028c"}'
+LINES = '{"x": 1, "a": "2", "q": "é"}\r\n\n \t\n{"q": "\\ud83d", "a": "\u2028c"}'
 TABLE = '\ufeffq,a,x\r\n"é, ""1""\n2",3,\r\n\r\n"4\n",\u20285,6'
-ARRAY = '\n [{"q": "1", "input": "", "a": "2"},\n{"q": "3", "a": " 4"}]'
+ARRAY = '\n [{"q": "1", "input": "", "a": "2"},\n{"q": "1", "a": " 4"}]'
 STEER = [{"q": "1", "a": "2", "k\x1b": 1}, {"q": "\x1b", "\ud83d": 7}]
 SYSTEM = [{"role": "system", "content": " Be kind.\n"}]
 LONG = "System: Be kind.\nUser: 1\nAssistant: 2\nUser: 3\nAssistant:"
 USER, HUMAN = "User: 1\nAssistant:", "\n\nHuman: 1\n\nAssistant:"
 CHATS, HH = ({"a": f("1", "2"), "b": f("1", "3")} for f in (chat, talk))
-
-
-def rows(keys, *values):
-    """rows("qa", "12", "34") -> [{"q": "1", "a": "2"}, {"q": "3", "a": "4"}]"""
-    return [dict(zip(keys, x)) for x in values]
-
-
 EMPTY = rows("qab", "\n23", "1 2", ("1", "2", " 2\n"))
 NO_CHATS = rows("m", [[]], [chat("", "2")[1:]], [chat("1", "2", "3")], [""], [talk("1", "2", "3")])
-NO_MESSAGES = rows(
-    "m", *([[x, *chat("", "2")]] for x in (1, {"role": ""}, {"role": 1, "content": ""}))
-)
+NO_MESSAGES = rows("m", *([[x]] for x in (1, {"role": ""}, {"role": 1, "content": ""})))
 
 
 @pytest.mark.parametrize(
     "flags, text, expected",
     [
         (SFT, LINES, [("é", " 2"), ("\ud83d", "\u2028c")]),
-        (SFT, ARRAY, [("1", " 2"), ("3", " 4")]),
+        (SFT, ARRAY, [("1", " 2"), ("1", " 4")]),
         (SFT, TABLE, [('é, "1"\n2', " 3"), ("4\n", "\u20285")]),
-        (SFT, rows("qa", "12", "13", "12"), [("1", " 2"), ("1", " 3")]),
         (PREF, rows("qab", ("1\n", "2", "\n3"), ("1", None, "3")), [("1\n", "2", "\n3")]),
         (PROMPTS, rows("q", "1", [HUMAN]), [("1",), (HUMAN,)]),
         (CHAT, rows("m", [SYSTEM + chat(" 1", "2", "3\n", "\n4 ")]), [(LONG, "\n4 ")]),
         (CHAT, rows("m", [talk("0", "1") + HUMAN + "2 \n"]), [(talk("0", "1") + HUMAN, " 2")]),
         (PAIR, [CHATS, HH], [(USER, " 2", " 3"), (HUMAN, " 2", " 3")]),
         # Rows that teach nothing are skipped; without any other, that is a fault.
-        (PREF, EMPTY, "0 rows kept, 3 skipped\n    2 empty prompt or answer\n    1 equal answers"),
-        (CHAT, NO_CHATS, "3 a chat does not end with an answer\n    2 a transcript does not end"),
-        (CHAT, NO_MESSAGES, "3 a message is no object with role and content\nconvert.py"),
-        (PAIR, [HH | {"b": talk("2", "3")}], "1 the chats differ before the answer\nconvert.py"),
-        (SFT, "q,a\n", "x.CSV: no row is left to write"),
+        (PREF, EMPTY, "0 rows kept, 3 skipped\n    2 empty prompt or answer\n    1 equal"),
+        (CHAT, NO_CHATS, "3 a chat does not end with an answer\n    2 a transcript"),
+        (CHAT, NO_MESSAGES, "3 a message is no object"),
+        (PAIR, [HH | {"b": talk("2", "3")}], "1 the chats differ"),
         # Any other fault
-        (SFT, STEER, 'x, line 2: no \'a\' in {"q": "\\u001b"'),
+        (SFT, STEER, 'x, row 2: no \'a\' in {"q": "\\u001b"'),
         (SFT, "7", "x, line 1: no 'q' in 7"),
-        (PREF, [CHATS | {"q": "1"}], 'x, line 1: \'a\' is [{"role": "user", '),
-        (PAIR, '[{"a": "", "b": 7}]', "x, row 1: 'b' is 7 and should be text or a list"),
-        (SFT, '[{"q": "", "a": 7}]', "x, row 1: 'a' is 7 and should be text; for a chat leave"),
+        (PREF, [CHATS | {"q": "1"}], " and should be text; for a chat leave"),
+        (PAIR, '[{"a": "", "b": 7}]', "'b' is 7 and should be text or a list"),
         (SFT, "[" * 99_999, "x: cannot be read ("),
-        (SFT, "q,a\n1,2\n\n3,4,5", "x.CSV: cannot be read (row 2 has more or fewer values"),
-        (SFT, "q,a\n1", "cannot be read (row 1 has more or fewer values"),
-        (SFT, 'q,a\n1,"2\n', "cannot be read (unexpected end of data)"),
-        (SFT, [*STEER[:1], {"q": "1", "a": "2", "input": "3"}], "'input' may change what a row"),
-        (SFT, [{"q": "1", "a": "2", "label": False}], "'label' may change what a row means; put"),
-        (SFT + " --messages m", "{}", "these flags do not go together: -h shows which do"),
+        (SFT, "q,a\n1,2\n\n3,4,5", "x.CSV: cannot be read (row 2 has more or fewer"),
+        (SFT, "q,a\n1", "(row 1 has more or fewer"),
+        (SFT, 'q,a\n1,"2\n', "cannot be read (unexpected end"),
+        (SFT, [*STEER[:1], {"q": "1", "a": "2", "input": "3"}], "'input' may change"),
+        (SFT, [{"q": "1", "a": "2", "label": False}], "'label' may change"),
+        (SFT + " --messages m", "{}", "do not go together"),
         *((f"{PROMPTS} --val {x}", "{}", f"--val {x}: should be from 0 to 1") for x in (-0.1, 1.1)),
     ],
 )
-def test_rows_of_all_shapes_are_converted_or_nothing_is_written(tmp_path, flags, text, expected):
+def test_rows_are_converted_or_nothing_is_written(tmp_path, flags, text, expected):
     status, out, err = convert(tmp_path, text, f"--val 0 {flags}")
     if isinstance(expected, str):
         assert status == 2 and err.startswith("convert.py: ") and err.count("\n") == 1
@@ -101,7 +92,7 @@ def test_rows_of_all_shapes_are_converted_or_nothing_is_written(tmp_path, flags,
         assert rows_of(tmp_path / "out", path.stem) == expected
 
 
-def test_a_file_is_replaced_on_request_alone_and_the_same_prompts_are_always_held_out(tmp_path):
+def test_files_are_replaced_on_request_and_hold_out_the_same(tmp_path):
     data, out = [{"q": f"{i}", "a": "x"} for i in range(99)], tmp_path / "out"
     more = {"q": "1", "a": " x", "c": 0, "b\x1b": [], "empty": "", "none": None}
     said = convert(tmp_path, [*data, more, {**more, "c": None}], SFT + " --val 0.2")[1]
@@ -111,7 +102,7 @@ def test_a_file_is_replaced_on_request_alone_and_the_same_prompts_are_always_hel
     before = rows_of(out, "sft_train", "sft_val")
     for flags, name in ("", "sft_train"), ("--val 1", "sft_val"):
         status, _, err = convert(tmp_path, data, f"{SFT} {flags}")
-        assert status == 2 and f"{name}.jsonl: is there already; choose another --out, or" in err
+        assert status == 2 and f"{name}.jsonl: is there already" in err
         assert rows_of(out, "sft_train", "sft_val") == before
     assert convert(tmp_path, data, f"{SFT} --overwrite")[0] == 0
     # Of the same questions in other files the same are held out, one in twenty.
@@ -119,7 +110,7 @@ def test_a_file_is_replaced_on_request_alone_and_the_same_prompts_are_always_hel
     assert {x for x, *_ in rows_of(out, "sft_val", "prompts_val")} == held_out(r["q"] for r in data)
 
 
-def test_a_command_names_the_file_that_it_cannot_read_or_write(tmp_path):
+def test_a_command_names_the_file_it_cannot_read_or_write(tmp_path):
     no, x = tmp_path / "no", tmp_path / "x"
     x.write_text('{"q": "a"}')
     for script, *files in ["convert", no], ["convert", x], ["rt_polarity", no, x], ["zoo"]:
@@ -129,8 +120,8 @@ def test_a_command_names_the_file_that_it_cannot_read_or_write(tmp_path):
         assert f"\n    python -m data.{script} " in run(f"data/{script}.py", "-h")[1]
 
 
-def test_reviews_nearest_in_length_are_paired_and_others_wait_for_a_shorter_opening(tmp_path):
-    good = "é b c d 1 1 1 1\né b c d 3\né b x 1\n\ne f\nz w 1 1\nz w 3\n"
+def test_reviews_of_like_length_are_paired_longest_opening_first(tmp_path):
+    good = "é b c d 1 1 1 1\né b c d 3\né b x 1\n\ne f g\nz w 1 1\nz w 3\n"
     bad = "é b c d 2 2 2\né b c d 4\né b c d 5 5 5 5\né b y 2 2\ne f\nz w 2"
     rows, o = make_rows(good, bad), "é b c d"
     assert rows["pref"] == [
@@ -138,14 +129,13 @@ def test_reviews_nearest_in_length_are_paired_and_others_wait_for_a_shorter_open
         (o, " 1 1 1 1", " 2 2 2"),
         ("é b", " x 1", " y 2 2"),
         ("z w", " 3", " 2"),
-        ("e", " f", " f"),
+        ("e", " f g", " f"),
     ]
     assert rows["sft"] == [(o, " 1 1 1 1"), (o, " 5 5 5 5")] and rows["prompts"] == [(o,)]
     (tmp_path / "pos").write_text(good, encoding="latin-1")
     (tmp_path / "neg").write_text(bad, encoding="utf-8")
-    flags = [tmp_path / "pos", tmp_path / "neg", "--out", tmp_path / "out"]
-    for more, status in (([], 0), ([], 2), (["--overwrite"], 0)):
-        got = run("data/rt_polarity.py", *flags, *more)
-        assert got[0] == status and ("is there already" in got[2]) == (status == 2)
+    files = [tmp_path / "pos", tmp_path / "neg", "--out", tmp_path / "out"]
+    for flags, status in ([], 0), ([], 2), (["--overwrite"], 0):
+        assert run("data/rt_polarity.py", *files, *flags)[0] == status
     found = rows_of(tmp_path / "out", "pref_train", "pref_val", "sft_train", "prompts_train")
     assert sorted(found) == sorted(sum(rows.values(), []))

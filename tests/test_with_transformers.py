@@ -1,7 +1,6 @@
-"""The specification of examples/with_transformers.py. Run:
-python -m pytest tests/test_with_transformers.py (needs transformers; peft for LoRA)"""
+"""The specification of examples/with_transformers.py (needs transformers; peft for LoRA)."""
 
-import copy
+import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -21,12 +20,10 @@ from examples import with_transformers as hf
 
 EOS = 63  # of the tiny models
 SHAPE = {"vocab_size": EOS + 1, "hidden_size": 16, "num_hidden_layers": 2, "eos_token_id": EOS}
-SHAPE |= {"num_attention_heads": 2, "max_position_embeddings": 64, "bos_token_id": None}
-SHAPE |= {"intermediate_size": 32, "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": None}
-SHAPE |= {"resid_pdrop": 0.5, "attention_dropout": 0.5, "dropout": 0.5, "layerdrop": 0.5}
-SHAPE |= {"word_embed_proj_dim": 8, "ffn_dim": 32}  # of OPT
-KINDS = {"GPT2": {}, "Mistral": {"sliding_window": 3}}  # learned positions; a short memory
-KINDS["OPT"] = {"dropout": 0.0, "layerdrop": 0.0}  # a head narrower than the body
+SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+SHAPE |= {"head_dim": 8, "intermediate_size": 32, "word_embed_proj_dim": 8, "pad_token_id": None}
+SHAPE |= {"resid_pdrop": 0.5, "attention_dropout": 0.5, "dropout": 0.0, "sliding_window": 3}
+KINDS = "GPT2", "Mistral", "OPT"  # learned positions; a short memory; a head narrower than the body
 PROMPTS = [[1, 2, 3], [4], [5, 6], [7] * 6]
 ROWS, PAIRS = [([1, 2], [3, 4, EOS]), ([5], [6])], [([1], [2], [3, 4]), ([5], [6], [7])]
 IDS = SimpleNamespace(eos_token_id=EOS, bos_token_id=None, decode=lambda ids, **_: str(ids))
@@ -38,10 +35,11 @@ def tiny(kind="Llama", head="CausalLM", size=0.1, **more):
 
 
 def tiny_policy(kind="Llama", bfloat16=False):
-    return stir(hf.Policy(tiny(kind, **KINDS.get(kind, {})), IDS, bfloat16), 0.1)
+    return stir(hf.Policy(tiny(kind), IDS, bfloat16), 0.1)
 
 
-CLASSIFIER = partial(tiny, head="SequenceClassification", num_labels=1)
+def classifier(kind="Llama", labels=1):
+    return tiny(kind, "SequenceClassification", num_labels=labels)
 
 
 def lora(base, **more):
@@ -58,60 +56,48 @@ def last_token(tokens, mask):
 
 
 def alone(policy, tokens, mask, temperature):
-    """log pi and values of each row, by the model itself and without padding or other rows."""
+    """log pi, values, and which tokens are the likeliest, by the model itself and without padding
+    or other rows."""
     rows = []
     for row, inside, length in zip(tokens, mask, row_lengths(mask)):
         logits = policy.model(row[None, :length]).logits[0, :-1]
         nats = minippo.gather_logprobs(logits, row[1:length], temperature)
         hidden = policy.model.base_model(row[None, : length - 1]).last_hidden_state[0]
-        both = torch.stack([nats, policy.value_head(hidden).squeeze(1)])
-        rows.append(F.pad(both, (0, len(inside) - length + 1)) * inside)
-    return torch.stack(rows, 1)
+        likeliest = logits.argmax(1) == row[1:length]
+        numbers = torch.stack([nats, policy.value_head(hidden).squeeze(1), likeliest])
+        rows.append(F.pad(numbers, (0, len(inside) - length + 1)) * inside)
+    return torch.stack(rows, 1).tensor_split([2])
 
 
 @pytest.mark.parametrize("bfloat16, checkpoints", [(False, True), (True, False)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_numbers_and_gradient_are_those_of_the_model_for_each_row_alone(
-    kind, bfloat16, checkpoints
-):
+def test_a_batch_has_the_numbers_of_each_row_alone(kind, bfloat16, checkpoints, monkeypatch):
     def check(x, expected):
         off = (x - expected).norm() / expected.norm()
         assert 1e-4 < off < 0.1 if bfloat16 else (x - expected).abs().max() < 1e-4
 
-    policy, calls = tiny_policy(kind, bfloat16), []
+    policy, calls = tiny_policy(kind, bfloat16).train(), []
     if checkpoints:
         policy.model.gradient_checkpointing_enable()
-    tokens, mask, *old = hf.sample(policy.train(), PROMPTS * 4, 8, 0.7)
+    monkeypatch.setattr(minippo, "draw", lambda logits: logits.argmax(1))
+    tokens, mask, *old = hf.sample(policy, [*PROMPTS, [8] * 60], 8, 0.7)
+    assert tokens.shape[1] == 64  # the context
     for name, layer in policy.model.named_modules():
         if name.endswith(("0.mlp", "0.fc1")):
             layer.register_forward_pre_hook(lambda *_: calls.append(0))
-    policy.train()
-    numbers = torch.stack(evaluate_actions(policy, tokens, mask, 0.7)[:2])
+    numbers = torch.stack(evaluate_actions(policy.train(), tokens, mask, 0.7)[:2])
     weights = torch.randn_like(numbers)
     grad = gradient((weights * numbers).sum(), policy)
     assert torch.equal(torch.stack(old), numbers) and len(calls) == (2 if checkpoints else 1)
-    expected = alone(policy, tokens, mask, 0.7)
+    expected, (likeliest,) = alone(policy, tokens, mask, 0.7)
     check(numbers, expected), check(grad, gradient((weights * expected).sum(), policy))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_tokens_are_drawn_from_the_logits_of_the_model_up_to_its_context(kind, monkeypatch):
-    policy = tiny_policy(kind)
-    policy.model.train(), policy.model.gradient_checkpointing_enable()
-    monkeypatch.setattr(minippo, "draw", lambda logits: logits.argmax(1))
-    tokens, mask, *_ = hf.sample(policy, [*PROMPTS, [8] * 60], 8)
-    assert tokens.shape[1] == 64
-    for row, inside, length in zip(tokens, mask, row_lengths(mask)):
-        own = policy.model.eval()(row[None, :length]).logits[0].argmax(1)[:-1]
-        assert torch.equal(own[inside[: length - 1]], row[1:][inside])
+    assert bfloat16 or likeliest[mask].all()
 
 
 @pytest.mark.parametrize("dtype, saved", [("float32", ["lm_head"]), ("bfloat16", None)])
-def test_lora_trains_the_adapter_and_the_reference_is_the_model_without_it(
-    dtype, saved, monkeypatch
-):
+def test_lora_trains_an_adapter_that_the_reference_lacks(dtype, saved, monkeypatch):
     base = tiny(tie_word_embeddings=False).to(getattr(torch, dtype))
-    plain = hf.Policy(copy.deepcopy(base), IDS)
+    plain = hf.Policy(minippo.frozen_copy(base), IDS)
     policy, draw, drawn = hf.Policy(lora(base, modules_to_save=saved), IDS), minippo.draw, set()
     monkeypatch.setattr(minippo, "draw", lambda x: drawn.add(x.dtype) or draw(x))
     before = {name: x.clone() for name, x in policy.model.named_parameters()}
@@ -161,25 +147,24 @@ def times(factor):
 
 REFUSED = [
     ("capped", lambda: run(tiny("Gemma2", size=0.5))),
-    ("dropout", lambda: run(checkpointed(tiny("OPT")))),
+    ("dropout", lambda: run(checkpointed(tiny("OPT", dropout=0.5)))),
     ("capped", lambda: sft(tiny("Gemma2", size=0.5))),
     ("nan nats off", lambda: run(times(lambda x: nan if x.requires_grad else 1))),
     ("log pi is 0.0", lambda: run(times(lambda x: 1 + 0.1 * (x.shape[1] == 1)), False)),
-    ("logits are not finite", lambda: run(times(lambda x: nan))),
     ("16 bits", lambda: run(tiny().bfloat16())),
-    ("16 bits", lambda: hf.fit(CLASSIFIER().bfloat16(), PAIRS, hf.rm_loss, 0.1)),
     ("no weight is trainable", lambda: run(tiny().requires_grad_(False))),
     ("the reference is trained", lambda: run(lora(tiny("GPT2"), bias="all"))),
     ("end token", lambda: hf.Policy(tiny(), SimpleNamespace(eos_token_id=None))),
     ("twice", lambda: hf.encode(SimpleNamespace(bos_token_id=5), [5, 5, 6])),
-    ("num_labels=1", lambda: hf.classifier_score(CLASSIFIER(num_labels=2))),
-    *(("the shape \\(2,\\)", partial(rewarded, x)) for x in (1.0, [1.0], [[1.0], [2.0]])),
+    ("num_labels=1", lambda: hf.classifier_score(classifier(labels=2))),
+    ("the shape", lambda: rewarded([1.0])),
+    ("the shape", lambda: rewarded([[1.0], [2.0]])),
 ]
 
 
 @pytest.mark.parametrize("why, do", REFUSED)
 def test_what_would_go_wrong_in_silence_is_refused(why, do):
-    with pytest.raises((ValueError, FloatingPointError), match=why):
+    with pytest.raises(ValueError, match=why):
         do()
 
 
@@ -188,22 +173,21 @@ def test_rounding_is_not_refused():
     sft(tiny())
 
 
-def test_a_new_value_head_is_zero_and_other_ends_of_the_model_are_told(capsys):
+def test_values_start_at_zero_and_other_ends_are_told(capsys):
     for ends in (EOS, [EOS], None, [EOS, 7]):
         model = tiny()
         model.generation_config.eos_token_id = ends
         assert not hf.Policy(model, IDS).value_head.weight.any()
-    line = capsys.readouterr().out
-    assert "only 63" in line and "[63, 7]" in line and line.count("only") == 1
+    printed = capsys.readouterr().out
+    assert "not all of [63, 7]" in printed and printed.count("only 63") == 1
 
 
 # Texts and scores
 
 
-@pytest.mark.parametrize("template", ["<s> $A", "$A </s>", "$A"])
-def test_texts_become_ids_and_back_and_rewards_see_prompts_as_they_were(template):
-    words = ["<unk>", "<s>", "</s>", "<think>", "▁Bees", "▁meat", "meat", "|", "▁|", "▁", "a", "▁a"]
-    words += [".", "|.", "▁.", ":"]
+@pytest.mark.parametrize("template", ["<s> $A", "$A </s>"])
+def test_texts_become_ids_and_back(template):
+    words = "<unk> <s> </s> <think> ▁Bees ▁meat meat | ▁| ▁ a ▁a . |. ▁. :".split()
     core = Tokenizer(models.Unigram([(x, -len(words) + i / 9) for i, x in enumerate(words)], 0))
     core.pre_tokenizer, core.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     special = [("<s>", 1), ("</s>", 2)]
@@ -212,7 +196,6 @@ def test_texts_become_ids_and_back_and_rewards_see_prompts_as_they_were(template
         tokenizer_object=core,
         bos_token="<s>",
         eos_token="</s>",
-        unk_token="<unk>",
         additional_special_tokens=["<think>"],
         clean_up_tokenization_spaces=True,
         chat_template="{{ messages[0].content }}{% if add_generation_prompt %}:{% endif %}",
@@ -232,13 +215,11 @@ def test_texts_become_ids_and_back_and_rewards_see_prompts_as_they_were(template
     assert scores.is_floating_point() and scores.tolist() == [*range(24)]
 
 
-@pytest.mark.parametrize("kind, pad", [("GPT2", 60), ("Llama", EOS)])
-def test_a_classifier_scores_a_row_in_a_batch_as_the_row_alone(kind, pad):
-    model = CLASSIFIER(kind, pad_token_id=pad).train()
+def test_a_score_is_that_of_the_row_alone():
+    model = classifier("GPT2").train()
     tokens, mask, *_ = hf.sample(tiny_policy(), PROMPTS * 10, 8)
     scores = hf.classifier_score(model)(tokens, mask)
     assert scores.shape == (40,) and scores.std() > 0.01
-    model.config.pad_token_id = None  # so that the model reads the last token
     for i, length in enumerate(row_lengths(mask).tolist()):
         torch.testing.assert_close(scores[i], model.eval()(tokens[i : i + 1, :length]).logits[0, 0])
 
@@ -246,19 +227,19 @@ def test_a_classifier_scores_a_row_in_a_batch_as_the_row_alone(kind, pad):
 # The three stages
 
 
-def test_the_losses_are_those_of_transformers_and_of_bradley_and_terry():
-    policy, labels = hf.Policy(tiny(), IDS), torch.tensor([[-100] * 2 + [3, 4, EOS], [-100] * 5])
-    labels[1, 1] = 6
+def test_losses_are_those_of_transformers_and_bradley_and_terry():
+    labels = torch.tensor([[-100, -100, 3, 4, EOS], [-100, 6, -100, -100, -100]])
+    policy = hf.Policy(tiny(), IDS)
     loss = hf.sft_loss(policy, ROWS)
     torch.testing.assert_close(loss, policy.model(hf.pad(ROWS, "cpu")[0], labels=labels).loss)
-    model, rows = CLASSIFIER(), [(a, b) for a, *more in PAIRS for b in more]
+    model, rows = classifier(), [(a, b) for a, *more in PAIRS for b in more]
     a, b, c, d = hf.classifier_score(model)(*hf.pad(rows, "cpu"))
     expected = -(F.logsigmoid(a - b) + F.logsigmoid(c - d)) / 2
     torch.testing.assert_close(hf.rm_loss(model, PAIRS), expected)
 
 
-def test_fit_takes_a_step_of_adam_for_each_batch_in_random_order(capsys):
-    model, seen = CLASSIFIER(), []
+def test_fit_takes_a_step_for_each_random_batch(capsys):
+    model, seen = classifier(), []
     start, rows = model.score.weight.detach().clone(), [([1], [i]) for i in range(41)]
 
     def loss_of(model, rows):
@@ -276,9 +257,7 @@ def test_fit_takes_a_step_of_adam_for_each_batch_in_random_order(capsys):
     assert float(printed[0][-1]) == pytest.approx(10 * start.sum().item(), abs=0.001)
 
 
-def test_train_has_both_rates_groups_of_k_centered_values_and_the_first_reference(
-    monkeypatch, capsys
-):
+def test_train_calls_the_four_phases_in_a_loop(monkeypatch, capsys):
     policy, rates, texts = tiny_policy(), [], []
 
     def record(policy, optimizer, batch, config):
@@ -301,19 +280,15 @@ def test_train_has_both_rates_groups_of_k_centered_values_and_the_first_referenc
         log = hf.train(policy, PROMPTS, score, PPOConfig(4, k=3), 1.0, 2.0, steps, 12)
         assert (log[0]["kl_k3"] < 1e-6) == (steps == 2) and log[-1]["kl_k3"] > 0.01
     assert rates == pytest.approx([0.2, 0.4, 0.4, 0.8, 0.2, 0.4])
-    lines = capsys.readouterr().out.splitlines()
-    printed = [x for x in lines if "iteration" in x]
-    assert (
-        0.1 < float(lines[0].split()[3].strip(";")) < 3
-        and len(printed) == 3
-        and all(map(str.endswith, printed, map(repr, texts)))
-    )
+    printed = capsys.readouterr().out
+    assert 0.1 < float(re.search("standard deviation ([^;]+);", printed)[1]) < 3
+    assert re.findall("iteration .*?'(.*)'", printed) == texts
 
 
 def test_the_example_learns_to_write_capitals(monkeypatch, capsys):
     monkeypatch.setattr(hf, "train", partial(hf.train, steps=17, batch_size=32))
     first, *_, last = hf.main()
     assert last["score"] > first["score"] + 1 and last["kl"] > 1 and abs(first["kl"]) < 1e-3
-    lines = capsys.readouterr().out.splitlines()[1:]
-    assert [line.split()[1] for line in lines] == ["1", "6", "11", "16", "17"]
-    assert float(lines[-1].split()[3]) == pytest.approx(last["score"], abs=0.01)
+    printed = re.findall(r"iteration (\d+)  score (\S+)", capsys.readouterr().out)
+    assert [step for step, _ in printed] == ["1", "6", "11", "16", "17"]
+    assert float(printed[-1][1]) == pytest.approx(last["score"], abs=0.01)

@@ -1,5 +1,4 @@
-"""What several test files need: tensors written as literals, and models and batches small enough
-to look at."""
+"""Tensors written as literals, and models and batches small enough to look at."""
 
 import itertools
 import math
@@ -9,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from minippo import GPT, GPTConfig, RewardModel, Trunk, response_mask, row_lengths
+from plumbing.text import pad
 
 inf, nan = math.inf, math.nan
 EOS = 10  # of the tiny models: ids 0 .. 9 are ordinary tokens
@@ -35,8 +35,7 @@ def assert_equal(a, b, tolerance=1e-12):
 
 
 def stir(model, size=0.3):
-    """Move every weight off its initial value, so that no part of the model is zero, one, or the
-    same as another."""
+    """Move every weight off its initial value: none is 0 or 1, or the same as another."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * size)
@@ -55,7 +54,7 @@ def tiny_reward_model(**more):
 
 
 def biased(policy, bias):
-    """A policy whose logit of each token is raised: {id: by how much}."""
+    """Raise logits of a policy: {id: by how much}."""
     offsets = f64([bias.get(i, 0.0) for i in range(policy.config.vocab_size)])
     policy.lm_head.register_forward_hook(lambda head, hidden, logits: logits + offsets)
     return policy
@@ -66,10 +65,9 @@ def weights(model):
 
 
 def gradient(x, model):
-    """Of x, with respect to all weights, one after the other; 0 for those that x does not need."""
-    parameters = list(model.parameters())
-    grads = torch.autograd.grad(x, parameters, retain_graph=True, materialize_grads=True)
-    return torch.cat([g.flatten() for g in grads])
+    """Of x with respect to weights(model); 0 for those that x does not need."""
+    more = {"retain_graph": True, "materialize_grads": True}
+    return torch.cat([g.flatten() for g in torch.autograd.grad(x, [*model.parameters()], **more)])
 
 
 # Batches
@@ -78,15 +76,15 @@ def gradient(x, model):
 def all_responses(vocab_size, horizon):
     """All that may be sampled: up to the end token, the last id, or cut off at the horizon."""
     eos = vocab_size - 1
-    for length in range(1, horizon + 1):
-        for words in itertools.product(range(eos), repeat=length - 1):
+    for length in range(horizon):
+        for words in itertools.product(range(eos), repeat=length):
             yield [*words, eos]
-    yield from (list(words) for words in itertools.product(range(eos), repeat=horizon))
+    yield from map(list, itertools.product(range(eos), repeat=horizon))
 
 
 def random_batch(seed):
-    """A rollout with random numbers in float64, 0 outside the mask: 2 to 6 rows for tiny_gpt(), no
-    two responses of one length; the last column or two are padding in all rows, or none is."""
+    """A rollout with random numbers, 0 outside the mask: 2 to 6 rows for tiny_gpt(), no two
+    responses of one length; the last column or two are padding in all rows, or none is."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     B = rng.randint(2, 6)
     rows, prompt_lengths = [], []
@@ -95,10 +93,9 @@ def random_batch(seed):
         last = EOS if rng.random() < 0.6 else rng.randrange(EOS)
         rows.append([*prompt, *(rng.randrange(EOS) for _ in range(length - 1)), last])
         prompt_lengths.append(len(prompt))
-    T = max(map(len, rows)) + rng.randint(0, 2)
-    tokens = torch.tensor([row + [0] * (T - len(row)) for row in rows])
-    lengths = torch.tensor([len(row) for row in rows])
-    mask = response_mask(torch.tensor(prompt_lengths), lengths, T)
+    tokens, lengths = pad(rows)
+    tokens = F.pad(tokens, (0, rng.randint(0, 2)))
+    mask = response_mask(torch.tensor(prompt_lengths), lengths, tokens.shape[1])
 
     def numbers(mean, spread):
         x = torch.randn(mask.shape, generator=generator, dtype=torch.float64)
