@@ -55,7 +55,7 @@ def loss(policy, batch, config):
     log_ratio = (logprobs - batch["old_logprobs"]) * mask
     if config.sequence:
         log_ratio = mask * log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)
-    loss, stats = policy_loss(
+    loss, stats = policy_loss(  # which subtracts its second argument: log_ratio is a difference
         log_ratio, torch.zeros_like(log_ratio), batch["advantages"], mask, config.clip_eps
     )
     log_q = (batch["ref_logprobs"] - logprobs) * mask
