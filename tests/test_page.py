@@ -158,8 +158,9 @@ def test_a_browser_shows_a_response_token_by_token(folder, page):
         assert page.locator("[aria-current]").all_inner_texts() == [tokens.last.inner_text()]
         rows = [x.split("\t")[:2] for x in shown.locator("#numbers tr").all_inner_texts()]
         assert rows == [[title, say(x[-1], 3)] for title, x in columns.items()]
-        likely = ["↵\n", "50.0", "3.0", "25.0", f"{actions[-1]} (sampled)", "12.0", "6.0", "100.0"]
-        assert shown.locator("#likely td").all_text_contents() == likely
+        likely = ["", "before", "ref", "after", "↵\n", "50.0", "3.0", "25.0"]
+        likely += [f"{actions[-1]} (sampled)", "12.0", "6.0", "100.0"]
+        assert shown.locator("#likely th, #likely td").all_text_contents() == likely
 
     line = line_of_traces(1)  # of DPO
     for response in line["responses"]:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import minippo
 from cli import FLAGS, PPO, metrics, run
 from data.rows import load_rows
-from minippo import PPOConfig, evaluate_actions, frozen_copy
+from minippo import PPOConfig, evaluate_actions, frozen_copy, rollout
 from plumbing.models import load_checkpoint
 from plumbing.settings import RunConfig
 from plumbing.text import pad_completions, read_ids
@@ -200,7 +200,8 @@ def test_dpo_is_these_steps(made, tmp_path, monkeypatch, ipo):
     flags = ["--models", made, "--data", made / "data", "--out", tmp_path, *PPO, *["--ipo"] * ipo]
     flags += "--lr 0.01 --kl_coef 0.4 --micro_batch 3 --temperature 0.8 --batch_size 20".split()
     flags += "--seed 5 --max_grad_norm 0.5 --adam_eps 0.01 --steps 4 --minibatches 3".split()
-    reported = []
+    sampled, reported = [], []
+    monkeypatch.setattr("minippo.rollout", lambda *x: sampled.append(x[3]) or rollout(*x))
     monkeypatch.setattr("plumbing.report.report", lambda *x: reported.append(x))
     assert run("variations/dpo.py", *flags)[::2] == (0, "")
 
@@ -216,6 +217,7 @@ def test_dpo_is_these_steps(made, tmp_path, monkeypatch, ipo):
     for step, row in enumerate(metrics(tmp_path / "ppo.jsonl")):
         optimizer.param_groups[0]["lr"] = 0.01 * (4 - step) / 4
         order, steps = np.random.default_rng([5, step]).permutation(20), []
+        assert [x for x in sampled if len(x) == 20][step] == [rows[i][0] for i in order]
         for indices in np.array_split(order, 3):
             pairs = [rows[i] for i in indices]
             h = log_ratio([x[:2] for x in pairs]) - log_ratio([x[::2] for x in pairs])
