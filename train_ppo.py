@@ -22,7 +22,7 @@ from plumbing.text import read_prompts
 class StageConfig:  # read by every script that trains a policy, variations/dpo.py too
     steps: int = 450  # iterations: each samples a batch and updates the policy
     batch_size: int = 128  # responses per iteration
-    lr: float = 8e-4  # peak learning rate of Adam, then falls to 0; the value head's is 30 times it
+    lr: float = 8e-4  # peak learning rate; falls to 0; 30 times this for a value head on the policy
     warmup: int = 5  # iterations in which the learning rate climbs to its peak; at most a tenth
     adam_eps: float = 1e-4  # Adam's epsilon; weights with tiny, noisy gradients move less
     models: str = ""  # folder of sft.pt and rm.pt; if empty, --out or the folder above it

@@ -1,1 +1,1 @@
-"""Whatever makes a number or a picture of README.md and RESULTS.md."""
+"""What makes the numbers and plots of README.md and RESULTS.md; loop.svg and clip.svg are drawn."""

@@ -49,7 +49,7 @@ def frontier(results):
             axis.plot(*zip(*points), line, color=colour, label=label)
         for beta, colour in (("0.03", ORANGE), ("0.1", BLUE), ("0.3", GREEN)):
             path, label = results["paths"][f"beta = {beta}"], f"PPO, beta = {beta}"
-            axis.plot(path["kl"], path[name], ".-", color=colour, linewidth=1, label=label)
+            axis.plot(path["kl"], path[name], color=colour, linewidth=1, label=label)
         axis.set(xlabel=KL, title=name)
     both[0].legend(loc="lower right")
     return figure

@@ -106,7 +106,7 @@ def models_of(mode, data, out, pairs, aside, texts):
     if not (out / "rm").exists():
         held_out = {x + y for x, *ys in aside for y in ys}
         rows = [x for x in read_rows(data, "sft", "train") if "".join(x) not in held_out]
-        first_stages(out, rows[:2400], pairs)
+        first_stages(out, random.sample(rows, 2400), pairs)
     model = Model.from_pretrained(out / "sft", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(out / "rm")
     classifier = Classifier.from_pretrained(out / "rm", dtype=torch.float32)

@@ -177,7 +177,7 @@ def log(out):
 
 @torch.no_grad()
 def optima(seed):
-    """The best policy at each beta, pi* ~ ref exp(score / beta), from the report's samples."""
+    """The best policy at each beta, pi* ~ ref exp(score / beta), on the report's prompts."""
     more = {"policy": "", "reward": "", "device": "cpu", "data": ZOO}
     config = SimpleNamespace(**vars(PPOConfig()), **more, models=models_of("zoo", seed))
     _, ref, score, tokenizer = load_models(config)

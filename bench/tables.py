@@ -22,7 +22,7 @@ from plumbing.settings import read_flags, script
 
 ROOT = Path(__file__).parents[1]
 PATH, TEXT = ROOT / "bench" / "results.json", ROOT / "RESULTS.md"
-CODE = ("--", "*.py", ":!tests", ":!bench")  # what decides what a run computes
+CODE = ("--", "*.py", ":!tests", ":!bench")  # what decides what the three scripts compute
 
 
 def made():

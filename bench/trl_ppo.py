@@ -2,8 +2,8 @@
 
     python -m bench.trl_ppo --models out    after pip install trl==1.12.0 and the first two scripts
 
-Its value network starts from the reward model, as with train_ppo.py's --separate_critic. The flags
-are those of train_ppo.py; those that TRL does not have are not read.
+Its value network starts from the reward model, as with train_ppo.py's --separate_critic. Of the
+flags, which are those of PPO, those that TRL does not have are not read.
 """
 
 import math

@@ -11,8 +11,9 @@ https://www.cs.cornell.edu/people/pabo/movie-review-data/. It is the task of Zie
              rejected are what follows
     prompts  the four-word openings of sft
 
-A hash holds out a twentieth of the openings. Within an opening, snippets nearest in length are
-paired, so that length tells little. Nobody compared the two; the label is that of the whole review.
+A hash holds out a twentieth of the openings. Within an opening, snippets are paired in the order of
+their length, so that length tells little. Nobody compared the two; the label is that of the whole
+review.
 """
 
 from collections import defaultdict

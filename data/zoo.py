@@ -314,8 +314,8 @@ def judge(prompt, response):
 
 
 # ----------------------------------------------------------------------
-# The files. Only random() and choices() are used: Python promises their results for a seed, not
-# those of sample() or shuffle().
+# The files. Only random() and choices() are used. Python promises the results of random() for a
+# seed, and choices() calls it once for each choice; sample() and shuffle() have changed before.
 
 ROWS = {"sft_train": 84_000, "sft_val": 4_000, "pref_train": 80_000, "pref_val": 8_000}
 HELD_OUT = 50  # prompts that appear in *_val only: one phrasing each of this many facts

@@ -250,7 +250,7 @@ class Run:
         return self.validate(self.model.eval(), self.val_rows, self.config.micro_batch)
 
     def finish(self, **figures):
-        """Write the model. From now on a new run may begin, and --resume has nothing to train."""
+        """Write the model. From now on --resume has nothing to train."""
         if self.step == 0:  # trained by other code: a log can only be of an earlier run
             self.log_path.unlink(missing_ok=True)
         if "sft.pt" in self.sources:

@@ -196,7 +196,7 @@ def test_a_change_of_the_code_marks_its_commit(monkeypatch):
     assert [tables.made().split(", ")[0] for _ in range(2)] == ["abc", "abc+"]
 
 
-def test_the_critic_experiment_is_the_loop_of_minippo(monkeypatch):
+def test_the_critic_experiment_learns(monkeypatch):
     monkeypatch.setattr(critic, "ITERATIONS", 40)
     assert critic.objective(({"kl_coef": 1e3}, 64, 0)) < 0 < 1 < critic.objective(({}, 64, 0))
     monkeypatch.setattr(critic, "ITERATIONS", 1)

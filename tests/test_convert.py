@@ -120,7 +120,7 @@ def test_a_command_names_the_file_it_cannot_read_or_write(tmp_path):
         assert f"\n    python -m data.{script} " in run(f"data/{script}.py", "-h")[1]
 
 
-def test_reviews_of_like_length_are_paired_longest_opening_first(tmp_path):
+def test_reviews_are_paired_by_length_longest_opening_first(tmp_path):
     good = "é b c d 1 1 1 1\né b c d 3\né b x 1\n\ne f g\nz w 1 1\nz w 3\n"
     bad = "é b c d 2 2 2\né b c d 4\né b c d 5 5 5 5\né b y 2 2\ne f\nz w 2"
     rows, o = make_rows(good, bad), "é b c d"

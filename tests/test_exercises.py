@@ -29,7 +29,7 @@ def test_the_tests_that_it_names_are_there():
 
 
 @pytest.mark.parametrize("repaired", [False, True])
-def test_the_loop_runs_and_repaired_it_learns(repaired):
+def test_the_loop_runs_and_repaired_its_ratio_starts_at_1(repaired):
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     for fault, repair in REPAIRS.items() if repaired else ():
         assert code.count(fault) == 1

@@ -45,6 +45,11 @@ def test_every_link_file_target_and_flag_is_there(name):
         assert re.search(rf"(?m)^    {field}: |[\"']{flag}[\"']", CODE) or flag in FLAGS, flag
 
 
+def test_make_run_resumes_each_stage():
+    stages = re.findall(r"train_\w+\.py --resume\n", (ROOT / "Makefile").read_text())
+    assert stages == [f"train_{x}.py --resume\n" for x in ("sft", "rm", "ppo")]
+
+
 def test_minippo_says_how_many_responses_are_sampled():
     sampled = f"{LoopConfig.steps * LoopConfig.batch_size:,} in train_ppo.py"
     assert sampled in CODE.replace("\n#", "")

@@ -176,7 +176,8 @@ def test_a_run_is_overwritten_on_request_alone(tmp_path, capsys):
             begin(tmp_path, resume=resume)
     finish(tmp_path)
     (tmp_path / "rm.pt").unlink()
-    assert [*begin(tmp_path, resume=True).steps()] == []  # so it is written again
+    with pytest.raises(UserError, match="rm_best.pt: not found; --overwrite"):
+        begin(tmp_path, resume=True).load_best()
 
 
 def test_a_missing_report_is_made(tmp_path):
@@ -186,6 +187,8 @@ def test_a_missing_report_is_made(tmp_path):
         with pytest.raises(SystemExit):
             begin(tmp_path, "ppo", resume=True, no_report=no_report)
         (tmp_path / "report.json").touch()
+    (tmp_path / "ppo.pt").unlink()
+    begin(tmp_path, "ppo", resume=True)
 
 
 def test_an_earlier_run_is_there_until_the_first_step(tmp_path):

@@ -8,7 +8,7 @@ which learns from pairs, has its own loop.)
 
 The *expected step* of a loss is the step of plain gradient descent on the summed, not averaged,
 loss, averaged over all responses that could have been sampled. tests/test_variations.py computes
-it, to 1e-9.
+that of REINFORCE and of RLOO, to 1e-9.
 """
 
 from dataclasses import dataclass
