@@ -3,8 +3,9 @@
 RLHF (reinforcement learning from human feedback) turns a language model that merely imitates into
 one that does what people prefer, in three stages with a script each. Supervised fine-tuning (SFT,
 train_sft.py) imitates demonstrations. A reward model (train_rm.py) learns which of two answers
-people prefer. PPO (train_ppo.py) raises the scores, but keeps the model close to the SFT model.
-For prompts x, responses y sampled from the policy pi, and their scores, it maximises
+people prefer, and gives each answer a score. PPO (train_ppo.py) raises the scores, but keeps the
+model close to the SFT model. For prompts x, responses y sampled from the policy pi, and their
+scores, it maximises
 
     J(pi) = E[ score(x, y) ] - beta * KL(pi || ref)
 
@@ -35,7 +36,7 @@ One convention holds everywhere. A row starts at column 0: a prompt, its respons
 (Causal attention looks only to the left, so no response ever sees its padding.) Choosing token
 t + 1 is the *action* taken in the *state* "tokens 0 .. t have been read", and every number about
 that choice is stored at index t: log pi at index 1 is that of token 2, "sweet". With the prompt
-"Bees eat", a score of 1.40 and beta 0.1:
+"Bees eat", a score of 1.40 and beta 0.1 (a dot means: not used):
 
     index t      0      1      2      3      4      5
     tokens       Bees   eat    sweet  nectar <eos>  pad     (B, T); <eos> is the end token
@@ -162,7 +163,7 @@ class Trunk(nn.Module):
         x = self.token_embedding(tokens) + self.position_embedding(positions)
         with torch.autocast(x.device.type, torch.bfloat16, self.config.bfloat16):
             for i, block in enumerate(self.blocks):
-                x = block(x, cache and cache[i])
+                x = block(x, None if cache is None else cache[i])
         return self.norm(x)
 
 
@@ -183,7 +184,7 @@ class GPT(nn.Module):
     def hidden(self, tokens):
         """tokens (B, T) -> what the vocabulary head and the value head read: (B, T, C) each."""
         hidden = self.trunk(tokens)
-        return hidden, hidden if self.value_trunk is None else self.value_trunk(tokens)
+        return hidden, (hidden if self.value_trunk is None else self.value_trunk(tokens))
 
     def forward(self, tokens):
         """tokens (B, T) -> logits (B, T, V), values (B, T); both at t are about token t + 1."""
@@ -370,7 +371,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
 # arbitrary. The loss is -log of this probability. For a margin score(a) - score(b) of 2, 0 or -2,
 # it is 0.13, 0.69 or 2.13.
 #
-# Why a model? PPO needs the score of a response as soon as it is sampled: 57,600 in train_ppo.py,
+# Why a model? PPO needs a score for each response as soon as it is sampled, 57,600 in train_ppo.py,
 # and as many in each further run. People label pairs once. But the responses of PPO differ from the
 # answers in the pairs (*distribution shift*), so their scores may be wrong: too high, for example,
 # for long, flattering or evasive answers. Learning to exploit this is *reward hacking* or
@@ -394,8 +395,8 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #
 # SFT is given the token to imitate in every state. Here there is none: the policy chooses all
 # tokens, and gets one score at the end (a *sparse reward*). We want to maximise E[score], the mean
-# over sampled responses y. A random draw has no gradient. But the probability of a response,
-# pi(y | x), or p(y) for short (pi from here on is that of one token), has one:
+# over sampled responses y. A random draw has no gradient, but its probability has. Write p(y) for
+# pi(y | x), the probability of a whole response; from here on, pi is that of one token.
 #
 #     grad E[score] = grad sum_y p(y) score(y) = sum_y grad p(y) score(y)
 #                   = sum_y p(y) grad log p(y) score(y)         because grad p = p grad log p
@@ -414,8 +415,8 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # batch.
 #
 # The first change: the KL joins the reward. In J, score - beta * (log p - log ref) replaces the
-# score (log p and log ref are those of the whole response). Now log p, which has a gradient too,
-# also appears inside the brackets, so the product rule gives one more term:
+# score (log p and log ref are those of the whole response). Now log p, which has a gradient too, is
+# also part of what is averaged, so the product rule gives one more term:
 #
 #     grad J = E[ grad log p (score - beta * (log p - log ref)) ] - beta * E[ grad log p ]
 #
@@ -433,7 +434,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # (Schulman, "Approximating KL divergence"):
 #
 #     k1 = d                   on average the KL, but often below 0     used in reward, metric
-#     k2 = d^2 / 2             on average, its gradient is the KL's     loss, if kl_loss_coef > 0
+#     k2 = d^2 / 2             its gradient is, on average, the KL's    loss, if kl_loss_coef > 0
 #     k3 = exp(-d) - 1 + d     on average the KL, and never below 0     metric
 #
 # k3 is never below 0, because exp(x) >= 1 + x, and near 0 it varies less than k1. Its mean is the
@@ -467,7 +468,7 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 
 # How much credit does each token deserve? This is *credit assignment*. So far each grad log pi is
 # multiplied by the sum of all rewards of its response (its *episode* or *trajectory*). Two more
-# changes make this gradient less noisy, without changing its mean:
+# changes usually make this gradient less noisy, and do not change its mean:
 #
 # The second change: drop the earlier rewards. When a token is chosen, the rewards before it are
 # constants, and a constant times E[grad log pi] is 0. So its grad log pi is multiplied by the
@@ -519,7 +520,8 @@ def gae(rewards, values, mask, gamma, lam):
         advantage = delta + gamma * lam * advantage
         advantages[:, t], next_value = advantage, values[:, t]
     advantages = torch.where(mask, advantages, 0.0)  # in the prompt they mean nothing
-    return advantages, advantages + values  # the values are trained towards the returns
+    # The values are trained towards these returns. With lam below 1 they are partly predictions.
+    return advantages, advantages + values
 
 
 def whiten(x, mask):
@@ -541,8 +543,8 @@ def whiten(x, mask):
 
 # The fourth change: several gradient steps on one batch, because for large models sampling is slow.
 # A pass over the batch is cut into minibatches, with a gradient step for each. (More steps use the
-# samples better, but lead further away from the policy that sampled them; by default there are
-# four.) The first step is *on-policy*: the policy being trained sampled the batch. Then its weights
+# samples better, but lead further away from the policy that sampled them; four is a compromise.)
+# The first step is *on-policy*: the policy being trained sampled the batch. Then its weights
 # change. The policy that sampled is now the *old* policy, and the next steps are *off-policy*. The
 # *ratio* pi / old corrects for that, choice by choice (*importance sampling*):
 #
@@ -830,7 +832,7 @@ def batch_metrics(batch, config):
     eos_rate stays near 1; explained_variance climbs from 0, slowly and with dips. From ppo_update:
     clip_frac is below 0.01 and ratio_max below 3, except in a few iterations (if often above, lower
     the learning rate). If kl jumps, or the answers become alike, read them: this may be reward
-    hacking. rlhf_reward is J, measured on the batch.
+    hacking. rlhf_reward is J on the batch, with the penalties subtracted from the score.
     """
     mask, scores, old_logprobs = batch["mask"], batch["scores"], batch["old_logprobs"]
     kl, kl_k3 = kl_per_response(old_logprobs, batch["ref_logprobs"], mask)

@@ -25,8 +25,8 @@ class StageConfig:  # read by every script that trains a policy, variations/dpo.
     lr: float = 8e-4  # peak learning rate; falls to 0; 30 times this for a value head on the policy
     warmup: int = 5  # iterations in which the learning rate climbs to its peak; at most a tenth
     adam_eps: float = 1e-4  # Adam's epsilon; weights with tiny, noisy gradients move less
-    models: str = ""  # folder of sft.pt and rm.pt; if empty, --out or the folder above it
-    policy: str = ""  # checkpoint to start from, out/ppo.pt for a second round; if empty, sft.pt
+    models: str = ""  # folder of sft.pt and rm.pt; if empty, --out or else the folder above it
+    policy: str = ""  # checkpoint to start from instead of sft.pt, which remains the reference
     reward: str = ""  # module:function, (prompts, responses), lists of texts -> list of numbers
     no_report: bool = False  # end without measuring the result on the validation prompts
 

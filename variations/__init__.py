@@ -6,9 +6,9 @@ of the two functions that differs from PPO's, and a last line that trains with t
 train_ppo.py: python -m variations.rloo --k 8. It writes to out/rloo; -h lists its flags. (dpo.py,
 which learns from pairs, has its own loop.)
 
-The *expected step* of a loss is the step of plain gradient descent on the summed, not averaged,
-loss, averaged over all responses that could have been sampled. tests/test_variations.py computes
-that of REINFORCE and of RLOO, to 1e-9.
+The *expected step* of a loss is a step of plain gradient descent, on the sum over the tokens
+instead of their mean, averaged over all responses that could have been sampled.
+tests/test_variations.py computes that of REINFORCE and of RLOO, to 1e-9.
 """
 
 from dataclasses import dataclass

@@ -6,10 +6,10 @@ instead, and compares each with the mean of the others:
     A_i = R_i - 1 / (k - 1) * sum over j != i of R_j        R_i = score_i - beta * KL_i
 
 (Ahmadian et al., arXiv:2402.14740; Kool et al., 2019, "Buy 4 REINFORCE samples, get a baseline for
-free!") This baseline does not depend on response i, so the expected step (see
-variations/__init__.py) is the gradient of J. All tokens of a response have the same advantage.
-There is no value loss, no lam and no whitening. The paper leaves the clip out. Here it stays,
-because it matters with --epochs above 1.
+free!") This baseline does not depend on response i, so at ratio 1 the expected step (see
+variations/__init__.py) is the gradient of J. All tokens of a response have the same advantage: the
+earlier KL rewards are not dropped, which adds noise. There is no value loss, no lam and no
+whitening. The paper leaves the clip out. Here it stays, because it matters with --epochs above 1.
 """
 
 from dataclasses import dataclass
