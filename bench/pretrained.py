@@ -98,7 +98,7 @@ def normalised(score, policy, prompts, length):
     return lambda tokens, mask: (score(tokens, mask).clamp(max=cap) - mean) / std
 
 
-def models_of(mode, data, out, pairs, aside, texts):
+def models_and_score(mode, data, out, pairs, aside, texts):
     """-> the model that PPO starts from, its tokenizer, a score; stages 1 and 2 are made once."""
     if mode == "lexicon":
         model, tokenizer = load_base()
@@ -142,7 +142,7 @@ def main():
     pairs, aside = [x for i, x in enumerate(pairs) if i % 3], pairs[::3]
     prompts, unseen = ([x for (x,) in read_rows(data, "prompts", y)] for y in ("train", "val"))
     judge, start, seconds, shares, row = naive_bayes(aside), time.perf_counter(), [], [], {}
-    model, tokenizer, score = models_of(mode, data, out, pairs, aside, prompts + unseen)
+    model, tokenizer, score = models_and_score(mode, data, out, pairs, aside, prompts + unseen)
 
     def share(rows):
         return statistics.fmean(map(judge, tokenizer.batch_decode(rows, skip_special_tokens=True)))

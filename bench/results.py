@@ -108,7 +108,7 @@ OF_A_SEED = "policy judge", "policy kl", "seen optimality", "unseen optimality"
 # The runner: a job is a folder and the words of its processes
 
 
-def models_of(task, seed):
+def models_folder(task, seed):
     return RUNS / task / "models" / str(seed)
 
 
@@ -119,14 +119,14 @@ def job(task, out, seed, *lines):
 
 
 def models_job(task, seed):
-    out = models_of(task, seed)
+    out = models_folder(task, seed)
     return job(task, out, seed, *([*line.split(), "--out", out] for line in STAGES[task]))
 
 
 def policy_job(task, seed, line):
     """Train a policy; then measure it, by an iteration with a learning rate of 0."""
     out = RUNS / task / re.sub(r"[^\w.]+", "_", line) / str(seed)
-    models = "--models", models_of(task, seed)
+    models = "--models", models_folder(task, seed)
     train = *line.split(), *models, "--out", out, "--no_report"
     measure = *MEASURE[task].split(), *models, "--out", out / "measured"
     return job(task, out, seed, train, (*measure, "--policy", out / "ppo.pt"))
@@ -179,7 +179,7 @@ def log(out):
 def optima(seed):
     """The best policy at each beta, pi* ~ ref exp(score / beta), on the report's prompts."""
     more = {"policy": "", "reward": "", "device": "cpu", "data": ZOO}
-    config = SimpleNamespace(**vars(PPOConfig()), **more, models=models_of("zoo", seed))
+    config = SimpleNamespace(**vars(PPOConfig()), **more, models=models_folder("zoo", seed))
     _, ref, score, tokenizer = load_models(config)
     prompts, rows = read_prompts(ZOO, "val", tokenizer, ref.config.context), {}
     torch.manual_seed(seed)

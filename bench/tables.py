@@ -17,7 +17,7 @@ import subprocess
 from pathlib import Path
 
 from data.files import write_file
-from plumbing.page import strict
+from plumbing.page import json_safe
 from plumbing.settings import read_flags, script
 
 ROOT = Path(__file__).parents[1]
@@ -66,7 +66,7 @@ def keep(sections, source):
 def dumps(results):
     """The text of results.json: what is two levels down stands on one line."""
     sections = []
-    for name, rows in strict(results, 4).items():
+    for name, rows in json_safe(results, 4).items():
         lines = (f"{json.dumps(row)}: {json.dumps(x)}" for row, x in rows.items())
         sections.append(json.dumps(name) + ": {\n" + ",\n".join(lines) + "\n}")
     return "{\n" + ",\n".join(sections) + "\n}\n"

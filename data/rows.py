@@ -84,7 +84,7 @@ def substitute(folder, task, split, missing):
             print(f"no {missing.name}: {other}_train.jsonl serves instead")
             rows = [row[: len(KEYS[task])] for row in read_rows(folder, other, split)]
             return list(dict.fromkeys(rows)) if task == "prompts" else rows
-    hint = "--data names the folder; data/README.md says what is in it"
+    hint = "--data names the folder; docs/using.md says what is in it"
     raise UserError(f"{missing}: not found; {hint}")
 
 

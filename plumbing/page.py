@@ -93,7 +93,7 @@ def watch(run, stats, batch):
         lines = [line for line in read_log(path) if line["step"] < step]
         models = *run.before, run.model
         responses = trace_responses(batch, models, run.tokenizer, config.temperature)
-        lines.append(strict({"step": step, "responses": responses}))
+        lines.append(json_safe({"step": step, "responses": responses}))
         write_file(path, "".join(json.dumps(line) + "\n" for line in lines))
     # PPO sees none of these grades
     return {"judge": sum(map(run.judge, *texts)) / len(kl)} if run.judge else {}
@@ -114,17 +114,17 @@ def write_page(out, models, settings, report=None):
     before, after = Path(__file__).with_suffix(".html").read_text(encoding="utf-8").split("@data@")
     # In JSON a "<" can only be part of a string. Escaped like this, no text can end the <script>
     # that holds it.
-    text = json.dumps(strict(data, 5)).replace("<", "\\u003c")
+    text = json.dumps(json_safe(data, 5)).replace("<", "\\u003c")
     write_file(out / "report.html", before + text + after)
     return out / "report.html"
 
 
-def strict(x, digits=17):
+def json_safe(x, digits=17):
     """The same lists and dicts for JSON, which has no infinity and no NaN: None stands for them."""
     if isinstance(x, dict):
-        return {name: strict(value, digits) for name, value in x.items()}
+        return {name: json_safe(value, digits) for name, value in x.items()}
     if isinstance(x, (list, tuple)):
-        return [strict(value, digits) for value in x]
+        return [json_safe(value, digits) for value in x]
     if isinstance(x, float):
         return float(f"{x:.{digits}g}") if math.isfinite(x) else None
     return x

@@ -18,7 +18,7 @@ from data.truth import judge_of, margins, surprisals
 from minippo import draw, evaluate_actions, gather_logprobs, generate, kl_per_response, rollout
 from minippo import row_lengths
 from plumbing.models import load_sft, nll
-from plumbing.page import strict
+from plumbing.page import json_safe
 from plumbing.text import completion_tokens, encode_rows, in_parts, pad_completions
 from plumbing.text import read_prompts, texts_of
 
@@ -191,7 +191,7 @@ def report(run, score, trained_on):
     if not config.no_report:
         torch.manual_seed(config.seed)
         prompts = read_prompts(config.data, "val", run.tokenizer, run.model.config.context)
-        figures = strict(make_report(run, score, trained_on, prompts))
+        figures = json_safe(make_report(run, score, trained_on, prompts))
         write_file(path, json.dumps(figures, indent=2) + "\n")
         print()
         for label, cells in figures["table"].items():

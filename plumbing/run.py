@@ -16,7 +16,7 @@ from data.files import UserError, read_log, write_file
 from data.truth import judge_of
 from minippo import frozen_copy
 from plumbing.models import read_contents, save_checkpoint, sources, write_contents
-from plumbing.page import strict, traced, watch, write_page
+from plumbing.page import json_safe, traced, watch, write_page
 from plumbing.text import by_length, spread_over
 
 # Settings that --resume may change: where things are (their contents are compared), what is written
@@ -199,7 +199,7 @@ class Run:
         stats, now, last = stats | more, time.perf_counter(), self.step == self.config.steps
         self.seconds = now - self.began
         line = {"step": self.step, **stats, "lr": self.lr, "seconds": round(self.seconds, 2)}
-        self.write_log(strict(line))
+        self.write_log(json_safe(line))
         if last or now - self.saved > max(SAVE_SECONDS, 20 * self.saving):
             self.save()
             if self.kind == "ppo":

@@ -16,7 +16,7 @@ from data.files import UserError, printable
 
 @dataclass
 class RunConfig:
-    data: str = "data/zoo"  # folder with the JSON-lines files (data/README.md says which)
+    data: str = "data/zoo"  # folder with the JSON-lines files (docs/using.md says which)
     out: str = "out"  # folder for checkpoints and metrics
     device: str = "auto"  # auto, cpu or cuda
     seed: int = 0  # random seed; on a CPU, the same seed reproduces a run

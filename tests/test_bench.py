@@ -56,7 +56,7 @@ def test_each_program_has_help(name):
 
 def test_the_best_policy_is_reference_times_exp_of_score(made, monkeypatch):
     kept = []
-    monkeypatch.setattr(results, "models_of", lambda *x: {("zoo", 2): made}[x])
+    monkeypatch.setattr(results, "models_folder", lambda *x: {("zoo", 2): made}[x])
     monkeypatch.setattr(results, "ZOO", made / "data")
     monkeypatch.setattr(results, "Evaluator", lambda *x: kept.append(Evaluator(*x)) or kept[0])
     best, reference = results.optima(2), kept[0].reference

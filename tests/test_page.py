@@ -10,7 +10,7 @@ import pytest
 import minippo
 from cli import ROOT
 from data.files import read_log, write_jsonl
-from plumbing.page import strict, write_page
+from plumbing.page import json_safe, write_page
 from tiny import inf, nan, random_batch
 
 ODD = "Who?</script><img src=x>\n\x07\u202e\ud800"
@@ -43,7 +43,7 @@ def line_of_traces(step):
         columns["reward"][-1] = inf
         likely = [[["\n", 0.5, 0.03, 0.25], [x, 0.12, 0.06, 1.0]] for x in columns["action"]]
         responses.append({"prompt": ODD, "score": i, "columns": columns, "likely": likely})
-    return strict({"step": step, "responses": responses}, 5)
+    return json_safe({"step": step, "responses": responses}, 5)
 
 
 @pytest.fixture
@@ -85,8 +85,8 @@ def test_the_page_holds_logs_traces_and_report(folder):
 
 
 def test_what_json_cannot_hold_is_none():
-    assert strict({"a": [1.23456789, nan, 1234567]}, 5) == {"a": [1.2346, None, 1234567]}
-    assert strict((0.1 + 0.2, -inf, "é", True)) == [0.1 + 0.2, None, "é", True]
+    assert json_safe({"a": [1.23456789, nan, 1234567]}, 5) == {"a": [1.2346, None, 1234567]}
+    assert json_safe((0.1 + 0.2, -inf, "é", True)) == [0.1 + 0.2, None, "é", True]
 
 
 @pytest.fixture

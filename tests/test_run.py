@@ -12,7 +12,7 @@ from data.files import UserError, read_log
 import minippo
 import plumbing.report
 from minippo import GPT, GPTConfig, RewardModel
-from plumbing import models, run as room
+from plumbing import models, run as run_module
 from plumbing.run import Run, adam
 from plumbing.settings import RunConfig
 from plumbing.text import Tokenizer
@@ -63,7 +63,7 @@ def whole(begun):
 
 
 PLACES = {"half": (torch, "save"), "report": (plumbing.report, "report")}
-PLACES |= {"best": (room, "save_checkpoint"), "done": (Run, "save")}
+PLACES |= {"best": (run_module, "save_checkpoint"), "done": (Run, "save")}
 
 
 def stop_in(monkeypatch, call, how):
@@ -204,8 +204,8 @@ def test_an_earlier_run_is_there_until_the_first_step(tmp_path):
 def clock(monkeypatch):
     """Time passes when a test says so."""
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(room, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    monkeypatch.setattr(room, "VALIDATIONS", 2)
+    monkeypatch.setattr(run_module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(run_module, "VALIDATIONS", 2)
     return clock
 
 
@@ -226,16 +226,16 @@ def timed(clock, seconds, it):
 
 
 def test_state_and_page_are_written_now_and_then(tmp_path, monkeypatch, clock):
-    it, write = begin(tmp_path, "ppo", steps=13), room.write_contents
+    it, write = begin(tmp_path, "ppo", steps=13), run_module.write_contents
     pauses, pages = [0, 0, 0, 3], []
 
     def slow_at_first(*arguments):
         clock.now += pauses.pop()
         write(*arguments)
 
-    monkeypatch.setattr(room, "write_contents", slow_at_first)
-    monkeypatch.setattr(room, "watch", lambda *x: {"judge": 1.5} if x[0] is it else x)
-    monkeypatch.setattr(room, "write_page", lambda *x: pages.append((it.step, *x)))
+    monkeypatch.setattr(run_module, "write_contents", slow_at_first)
+    monkeypatch.setattr(run_module, "watch", lambda *x: {"judge": 1.5} if x[0] is it else x)
+    monkeypatch.setattr(run_module, "write_page", lambda *x: pages.append((it.step, *x)))
     it.config.models = tmp_path
     saves = timed(clock, [10] * 13, it)
     assert saves == [1, 8, 12, 13]

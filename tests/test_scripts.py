@@ -21,7 +21,7 @@ from cli import FLAGS, ROOT, metrics, read, run, write_data, write_models
 from data.files import printable, read_log
 from data.rows import load_rows
 from minippo import GPT, GPTConfig, RewardModel, row_lengths
-from plumbing import models, run as room
+from plumbing import models, run as run_module
 from plumbing.models import fingerprint, load_checkpoint, load_models, save_checkpoint
 from plumbing.page import likely_tokens
 from plumbing.settings import RunConfig
@@ -211,7 +211,7 @@ def made(tmp_path_factory):
 
 def test_sft_and_reward_model_are_trained_as_their_twins(tmp_path, monkeypatch):
     write_data(tmp_path / "data")
-    monkeypatch.setattr(room, "VALIDATED", 3), monkeypatch.setattr(models, "ANSWERS", 64)
+    monkeypatch.setattr(run_module, "VALIDATED", 3), monkeypatch.setattr(models, "ANSWERS", 64)
     for kind, flags, stage, most in (
         ("sft", SFT, train_sft, {True: 3, False: 3}),
         ("rm", RM, train_rm, {True: 2 * 2, False: 16 * 2}),
