@@ -29,6 +29,7 @@ from transformers import AutoTokenizer
 
 from bench.tables import ROOT, keep, load, made
 from bench.trl_ppo import make_trainer
+from data.files import UserError
 from data.rows import read_rows
 from examples import with_transformers as hf
 from minippo import PPOConfig
@@ -132,6 +133,8 @@ class PretrainedConfig:
 @script
 def main():
     args, words = read_flags(__doc__, PretrainedConfig, run=False, positional="MODE DATA")
+    if len(words) != 2 or words[0] not in MODES:
+        raise UserError(f"give {', '.join(MODES)}, and then DATA (-h explains them)")
     mode, data, out = words[0], Path(words[1]), OUT / str(args.seed)
     steps, batch_size, length, minibatches = MODES[mode]
     stage = {"steps": steps, "batch_size": batch_size, "lr": 1e-3 if args.lora else 1e-4}

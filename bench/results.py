@@ -1,4 +1,4 @@
-"""Every training run behind the tables of RESULTS.md, but those of a pretrained model.
+"""The runs of the three scripts, of variations/ and of TRL behind the tables of RESULTS.md.
 
     python -m bench.results seeds         the default, all three stages, on ten seeds
     python -m bench.results settings      PPO with other settings, on three
@@ -9,7 +9,7 @@
 
 Runs what is missing in out/results, or of another commit or machine, and writes the tables. A run
 is a process of the real script with one thread; then train_ppo.py measures its policy, at the
-default's settings, whatever it was trained with. If interrupted, the same command goes on.
+settings of its task, whatever it was trained with. If interrupted, the same command goes on.
 """
 
 import json

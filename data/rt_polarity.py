@@ -11,7 +11,8 @@ https://www.cs.cornell.edu/people/pabo/movie-review-data/. It is the task of Zie
              rejected are what follows
     prompts  the four-word openings of sft
 
-A hash holds out a twentieth of the openings. Within an opening, snippets are paired in the order of
+A hash holds out a twentieth of the openings. (The opening of a pair may be shorter, so a snippet
+that is held out from sft may be in a pair.) Within an opening, snippets are paired in the order of
 their length, so that length tells little. Nobody compared the two; the label is that of the whole
 review.
 """

@@ -20,7 +20,7 @@ import torch
 from data.files import UserError, write_file, write_jsonl
 from data.rows import KEYS, load_rows
 from minippo import generate
-from plumbing.models import load_function, load_models, read_contents
+from plumbing.models import load_descendant, load_function, load_sft, read_contents
 from plumbing.settings import device_of, read_flags, script
 from plumbing.text import in_parts, read_prompts, texts_of
 
@@ -28,7 +28,7 @@ from plumbing.text import in_parts, read_prompts, texts_of
 @dataclass
 class IterateConfig:
     data: str = "data/zoo"  # folder of the pairs so far and the prompts
-    models: str = "out"  # folder of sft.pt, and of the rm.pt that gave the scores
+    models: str = "out"  # folder of sft.pt
     out: str = "out/1"  # folder of ppo.pt; gets sft.pt and data/
     label: str = "data.zoo:label"  # module:function, (rng, prompt, answer, answer) -> row of a pair
     pairs: int = 8000  # new pairs, less those of two equal answers
@@ -42,8 +42,9 @@ def main():
     data, out, config.models = Path(config.data), Path(config.out), Path(config.models)
     if (out / "data").exists():
         raise UserError(f"{out}/data: is there already; remove it to make it again")
-    config.device, config.policy, config.reward = device_of(config), out / "ppo.pt", ""
-    policy, ref, _, tokenizer = load_models(config)
+    config.device = device_of(config)
+    ref, tokenizer = load_sft(config)
+    policy = load_descendant(config, out / "ppo.pt", ["ppo"])
     state = read_contents(out / "ppo_state.pt", ["state"], "train_ppo.py makes it")
     longest, temperature = (state["settings"][x] for x in ("max_new_tokens", "temperature"))
     rng, label = random.Random(config.seed), load_function(config.label)

@@ -217,8 +217,10 @@ class Run:
             lines = [x for x in read_log(self.log_path) if x["step"] < self.step]
             write_file(self.log_path, "".join(json.dumps(x) + "\n" for x in lines))
             self.log = open(self.log_path, "a", buffering=1)  # lines are written at once
-            if self.step == 1:
-                self.state_path.unlink(missing_ok=True)  # it must not be mistaken for this run's
+            if self.step == 1:  # they must not be mistaken for this run's
+                self.state_path.unlink(missing_ok=True)
+                if self.kind == "ppo":
+                    (self.config.out / "report.json").unlink(missing_ok=True)
         self.log.write(json.dumps(line) + "\n")
         for name, x in line.items() if self.board else ():
             if isinstance(x, int | float):
@@ -251,8 +253,9 @@ class Run:
 
     def finish(self, **figures):
         """Write the model. From now on --resume has nothing to train."""
-        if self.step == 0:  # trained by other code: a log can only be of an earlier run
+        if self.step == 0:  # trained by other code: log and traces can only be of an earlier run
             self.log_path.unlink(missing_ok=True)
+            (self.config.out / "ppo_traces.jsonl").unlink(missing_ok=True)
         if "sft.pt" in self.sources:
             figures["sft"] = self.sources["sft.pt"]
         save_checkpoint(self.path, self.kind, self.model, self.tokenizer, **figures)

@@ -1,7 +1,8 @@
 """The specification of minippo.py, in its order.
 
 What holds for every batch is said of random batches (tiny.random_batch), what can be computed by
-hand of literal ones. All numbers are float64; `nan` stands for what must not matter."""
+hand of literal ones. Numbers are float64, except where rounding is tested; `nan` stands for what
+must not matter."""
 
 import copy
 import inspect

@@ -181,14 +181,19 @@ def test_a_run_is_overwritten_on_request_alone(tmp_path, capsys):
 
 
 def test_a_missing_report_is_made(tmp_path):
+    (tmp_path / "ppo_traces.jsonl").touch()  # of an earlier run
     begin(tmp_path, "ppo").finish()
+    assert not (tmp_path / "ppo_traces.jsonl").exists()
     begin(tmp_path, "ppo", resume=True)
     for no_report in (True, False):
         with pytest.raises(SystemExit):
             begin(tmp_path, "ppo", resume=True, no_report=no_report)
         (tmp_path / "report.json").touch()
     (tmp_path / "ppo.pt").unlink()
-    begin(tmp_path, "ppo", resume=True)
+    it = begin(tmp_path, "ppo", resume=True)
+    it.step = 1
+    it.write_log({"step": 1})
+    assert not (tmp_path / "report.json").exists()
 
 
 def test_an_earlier_run_is_there_until_the_first_step(tmp_path):
