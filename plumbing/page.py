@@ -54,7 +54,7 @@ def trace_responses(batch, models, tokenizer, temperature):
     ]
 
 
-def faults(stats, kl):
+def warnings_of(stats, kl):
     """What is wrong with an iteration -> {kind: sentence}. kl: of each response."""
     mean, error = kl.mean().item(), kl.std(correction=0).item() / math.sqrt(len(kl))
     wrong = {}
@@ -81,7 +81,7 @@ def watch(run, stats, batch):
     step, config = run.step, run.config
     texts = texts_of(run.tokenizer, batch["tokens"], batch["mask"])
     kl, _ = kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], batch["mask"])
-    for kind, text in faults(stats, kl).items():
+    for kind, text in warnings_of(stats, kl).items():
         if kind not in run.warned:
             run.warned.add(kind)
             print(f"warning: iteration {step}: {text}")
@@ -91,7 +91,7 @@ def watch(run, stats, batch):
     if traced(step, config.steps):
         path = config.out / "ppo_traces.jsonl"
         lines = [line for line in read_log(path) if line["step"] < step]
-        models = *run.before, run.model
+        models = *run.models_before, run.model
         responses = trace_responses(batch, models, run.tokenizer, config.temperature)
         lines.append(json_safe({"step": step, "responses": responses}))
         write_file(path, "".join(json.dumps(line) + "\n" for line in lines))

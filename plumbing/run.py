@@ -21,7 +21,7 @@ from plumbing.text import by_length, spread_over
 
 # Settings that --resume may change: where things are (their contents are compared), what is written
 # besides, and what alters only rounding and random draws.
-FREE_SETTINGS = "data out models policy device resume overwrite tensorboard no_report micro_batch"
+MAY_CHANGE = "data out models policy device resume overwrite tensorboard no_report micro_batch"
 SAVE_SECONDS, SHOW_SECONDS = 30, 4  # between two saves; between two lines on the screen
 VALIDATIONS, VALIDATED = 10, 1000  # validations per run; rows per validation
 
@@ -73,14 +73,14 @@ class Run:
 
     def __init__(self, kind, config, model, tokenizer, optimizer, schedule, data, ref=None):
         self.kind, self.config, self.model, self.tokenizer = kind, config, model, tokenizer
-        self.optimizer, self.ref, self.before = optimizer, ref, None
+        self.optimizer, self.ref, self.models_before = optimizer, ref, None
         self.stateful = {"model": model, "optimizer": optimizer, "schedule": schedule}
         if getattr(config, "ref_update_every", 0):
             self.stateful["ref"] = ref
         self.judge = judge_of(config.data) if kind == "ppo" else None
         contents = repr((data, tokenizer.tokens)).encode(errors="replace")
         self.sources = {"data": hashlib.sha256(contents).hexdigest()[:16]} | sources(config)
-        free = FREE_SETTINGS.split()
+        free = MAY_CHANGE.split()
         self.settings = {name: x for name, x in vars(config).items() if name not in free}
         self.settings |= self.sources
         self.state_path, self.log_path, self.path, self.best_path = (
@@ -104,12 +104,12 @@ class Run:
 
     # Saving, and going on
 
-    NUMBERS = "settings", "step", "seconds", "done", "best_loss"
+    SAVED = "settings", "step", "seconds", "done", "best_loss"
 
     def save(self):
         start = time.perf_counter()
         contents = {name: part.state_dict() for name, part in self.stateful.items()}
-        contents |= {name: getattr(self, name) for name in self.NUMBERS}
+        contents |= {name: getattr(self, name) for name in self.SAVED}
         contents |= {"kind": "state", "kl_coef": getattr(self.config, "kl_coef", None)}
         contents["random"] = torch.get_rng_state()
         if torch.cuda.is_available():
@@ -130,7 +130,7 @@ class Run:
                 )
         for name, part in self.stateful.items():
             part.load_state_dict(contents[name])
-        for name in self.NUMBERS:
+        for name in self.SAVED:
             setattr(self, name, contents[name])
         if self.kind == "ppo":
             self.config.kl_coef = contents["kl_coef"]  # it may have been adapted
@@ -159,9 +159,9 @@ class Run:
             while self.step < self.config.steps:
                 self.lr = self.optimizer.param_groups[0]["lr"]
                 if self.ref and traced(self.step + 1, self.config.steps):
-                    self.before = [frozen_copy(x) for x in (self.model, self.ref)]
+                    self.models_before = [frozen_copy(x) for x in (self.model, self.ref)]
                 yield self.step
-                self.before = None
+                self.models_before = None
                 if self.interrupted:
                     self.save()
                     hint = "--resume goes on from there"

@@ -270,7 +270,7 @@ def test_what_is_wrong_with_an_iteration_is_said():
         ([-1.0] * 15, {"entropy": 0.0, "eos_rate": 0.0}, ""),  # few
     ):
         stats = {"entropy": 0.2, "eos_rate": 1.0} | more
-        wrong = page.faults(stats, torch.tensor(kl))
+        wrong = page.warnings_of(stats, torch.tensor(kl))
         assert [x.startswith(says) for x in wrong.values()] == [True] * bool(says), wrong
 
 
@@ -279,7 +279,7 @@ def test_an_iteration_is_judged_shown_and_traced(tmp_path, capsys):
     scores, prompts = torch.arange(16.0).roll(3), [[0, 1 + i % 9] for i in range(16)]
     batch = minippo.rollout(before, ref, lambda *_: scores, prompts, PPOConfig(7, 0.7))
     batch["scores"] = scores
-    run = SimpleNamespace(model=now, before=[before, ref], warned=set(), tokenizer=TOKENIZER)
+    run = SimpleNamespace(model=now, models_before=[before, ref], warned=set(), tokenizer=TOKENIZER)
     run.config = SimpleNamespace(out=tmp_path, steps=44, temperature=0.7)
     run.judge = lambda x, y: float(len(x) == 2)
     path = tmp_path / "ppo_traces.jsonl"
