@@ -20,7 +20,7 @@ from plumbing.text import read_prompts
 
 @dataclass
 class StageConfig:  # read by every script that trains a policy, variations/dpo.py too
-    steps: int = 450  # iterations: a batch, and the updates from it
+    steps: int = 450  # iterations, each with a new batch
     batch_size: int = 128  # responses per iteration
     lr: float = 8e-4  # peak learning rate; falls to 0; 30 times this for a value head on the policy
     warmup: int = 5  # iterations in which the learning rate climbs to its peak; at most a tenth

@@ -43,7 +43,7 @@ def train():
     model, tokenizer = new_model(config, texts)
     rows = encode_rows(texts, tokenizer, model.config.context)
     val_rows = read_ids(config.data, "sft", "val", tokenizer, model.config.context)
-    config.limit_steps(len(rows))  # to so many passes over them
+    config.limit_steps(len(rows))  # at most config.epochs passes over the rows
     optimizer, schedule = adam(model, config)
     # Run: the batches, the validations, the log, and the saved state for --resume
     run = Run("sft", config, model, tokenizer, optimizer, schedule, data=(rows, val_rows))

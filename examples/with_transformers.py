@@ -79,9 +79,8 @@ class Policy(torch.nn.Module):
         torch.nn.init.zeros_(self.value_head.weight)  # center_values() sets the bias
         eos, ends = tokenizer.eos_token_id, model.generation_config.eos_token_id
         context = getattr(model.config, "max_position_embeddings", 10**9)
-        self.config = SimpleNamespace(
-            eos=eos, context=context, layers=model.config.num_hidden_layers
-        )
+        layers = model.config.get_text_config().num_hidden_layers
+        self.config = SimpleNamespace(eos=eos, context=context, layers=layers)
         refuse(eos is None, "the tokenizer has no end token: set tokenizer.eos_token")
         if ends not in (None, eos, [eos]):
             print(f"only {eos}, tokenizer.eos_token, ends a response, not all of {ends}")
