@@ -70,7 +70,6 @@ def main():
         epsilon=config.clip_eps,
         scale_rewards="group" if config.std else "none",
         loss_type="grpo" if config.length else "dapo",
-        importance_sampling_level="sequence" if config.sequence else "token",
         use_bias_correction_kl=False,
     )
     rows = Dataset.from_dict({"prompt": [tokenizer.decode(prompt) for prompt in prompts]})

@@ -74,8 +74,7 @@ def rloo(x, c):
 def grpo(x, c):
     scores, q = torch.stack([y.scores for y in x.group]), (x.ref_logprobs - x.log_p).exp()
     A = (x.scores - scores.mean()) / (scores.std() + 1e-4 if c.std else 1)
-    ratio = x.ratio.prod() ** (1 / len(x.ratio)) if c.sequence else x.ratio
-    return (clipped(ratio, A, c) + c.kl_coef * (q - 1 - q.log())) * (x.weight if c.length else 1)
+    return (clipped(x.ratio, A, c) + c.kl_coef * (q - 1 - q.log())) * (x.weight if c.length else 1)
 
 
 def ppo_penalty(x, c):
@@ -96,7 +95,6 @@ PLAIN = [
     (rloo, GROUPS),
     (grpo, GROUPS),
     (grpo, GROUPS | {"std": False, "length": False}),
-    (grpo, GROUPS | {"sequence": True}),
     (ppo_penalty, {"penalty": 1.7, "vf_coef": 0.5, "value_clip": inf}),
     (raft, {"k": 3}),
 ]
@@ -150,7 +148,7 @@ def test_the_loss_is_the_mean_of_these_terms(terms, own, seed):
 
 DEFAULTS = {  # of its own settings
     "rloo": [0.2],
-    "grpo": [0.2, True, True, False],
+    "grpo": [0.2, True, True],
     "reinforce": [False, False, 0.1],
     "ppo_penalty": [inf, 1.0],
     "ppo_ptx": [0.02],

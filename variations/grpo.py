@@ -15,15 +15,9 @@ tokens  count less in long responses.
 k3      q - 1 - log q as a loss has the gradient of KL(ref || pi); PPO's J has KL(pi || ref).
 
 With --no_std --no_length it is nearly Dr. GRPO (arXiv:2503.20783, which divides by a constant).
-
-With --sequence it is GSPO (arXiv:2507.18071): the whole response is one action, with one ratio. The
-product of its tokens' ratios would soon leave the clip range. GSPO takes their geometric mean, and
-clips it at 1 - 3e-4 and 1 + 4e-4: give a small --clip_eps.
 """
 
 from dataclasses import dataclass
-
-import torch
 
 from minippo import bounded_exp, evaluate_actions, masked_mean, policy_loss
 from train_ppo import train
@@ -35,7 +29,6 @@ class Settings(GroupConfig):
     clip_eps: float = 0.2  # no gain from a ratio further from 1 than this; inf: no clip
     std: bool = True  # divide by the standard deviation of the group
     length: bool = True  # tokens of long responses count less
-    sequence: bool = False  # one ratio for a response, the geometric mean of its tokens' ratios
 
 
 def compute_advantages(batch, config):
@@ -50,15 +43,10 @@ def compute_advantages(batch, config):
 
 
 def loss(policy, batch, config):
-    mask = batch["mask"]
+    mask, old_logprobs = batch["mask"], batch["old_logprobs"]
     logprobs, _, _ = evaluate_actions(policy, batch["tokens"], mask, config.temperature)
-    log_ratio = (logprobs - batch["old_logprobs"]) * mask
-    if config.sequence:
-        log_ratio = mask * log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)
-    loss, stats = policy_loss(  # which subtracts its second argument: log_ratio is a difference
-        log_ratio, torch.zeros_like(log_ratio), batch["advantages"], mask, config.clip_eps
-    )
-    log_q = (batch["ref_logprobs"] - logprobs) * mask
+    loss, stats = policy_loss(logprobs, old_logprobs, batch["advantages"], mask, config.clip_eps)
+    log_q = batch["ref_logprobs"] - logprobs
     k3 = masked_mean(batch["weights"] * (bounded_exp(log_q) - 1 - log_q), mask)
     loss = loss + config.kl_coef * k3
     return loss, {"loss": loss.item(), **stats}
