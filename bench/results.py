@@ -44,61 +44,54 @@ STAGES = {  # what makes the models that a policy starts from
 MEASURE = dict.fromkeys(STAGES, "train_ppo.py --lr 0 --steps 1")  # it ends with the report
 MEASURE["sums"] += f" {REWARD} --missing_eos_penalty 0"  # so the score is the share of right sums
 HACKED = "a quarter of the pairs, beta = 0"
-PASSES = {
-    "default": "",
-    "four passes": "--epochs 4",
-    "four passes, half the rate": "--epochs 4 --lr 4e-4",
-    "four passes, a quarter of the rate": "--epochs 4 --lr 2e-4",
-    "four passes of one step": "--epochs 4 --minibatches 1",
-    "four passes, no value clip": "--epochs 4 --value_clip inf",
-    "four passes, no clipping": "--epochs 4 --clip_eps inf --value_clip inf",
-    "lam = 0.95": "--lam 0.95",
-}
-EQUALS = {
-    "default": "",
-    "no value function": "--vf_coef 0",
-    "an entropy bonus": "--entropy_coef 0.03",
-    "Adam's epsilon 1e-8": "--adam_eps 1e-8",
-}
-SETTINGS = {
-    "default": "",
-    "lam = 0": "--lam 0",
-    "gamma = 0.95": "--gamma 0.95",
-    "length penalty 0.05": "--length_penalty 0.05",
-    "KL in the loss": "--kl_coef 0 --kl_loss_coef 0.2",
-    "beta = 0.03": "--kl_coef 0.03",
-    "beta = 0.3": "--kl_coef 0.3",
-    "beta = 0": "--kl_coef 0",
-    "reference moves, every 50 iterations": "--ref_update_every 50",
-    "a quarter of the pairs": "",
-    HACKED: "--kl_coef 0",
-}
-NEIGHBOURS = {  # with what a search on seed 0 found
-    "PPO": "train_ppo.py",
-    "PPO, separate critic": "train_ppo.py --separate_critic --lr 4e-4 --minibatches 8",
-    "PPO, KL penalty": "-m variations.ppo_penalty --lr 4e-4",
-    "REINFORCE, reward-to-go": "-m variations.reinforce --lr 4e-4",
-    "REINFORCE, value baseline": "-m variations.reinforce --baseline",
-    "RLOO": "-m variations.rloo --k 8",
-    "GRPO": "-m variations.grpo --k 8 --lr 4e-4",
-    "Dr. GRPO": "-m variations.grpo --no_std --no_length --k 8 --lr 4e-4 --kl_coef 0.05",
-    "PPO of TRL": "-m bench.trl_ppo",
-    "RAFT": "-m variations.raft --k 4",
-    "DPO": "-m variations.dpo --lr 4e-4 --kl_coef 0.5",
-    "IPO": "-m variations.dpo --ipo --lr 4e-4 --kl_coef 0.06",
-}
-SUMS = {"PPO": "train_ppo.py", "RLOO": "-m variations.rloo", "GRPO": "-m variations.grpo"}
-TABLES = {  # name of a row: task, the script that trains its policy, flags
-    "seeds": {"default": ("zoo", "train_ppo.py")},
+TABLES = {  # name of a row: how its policy is trained, by train_ppo.py if no script is named
+    "seeds": {"default": ""},
     "settings": {
-        x: ("few pairs" if "pairs" in x else "zoo", f"train_ppo.py {flags}")
-        for x, flags in SETTINGS.items()
+        "default": "",
+        "lam = 0": "--lam 0",
+        "gamma = 0.95": "--gamma 0.95",
+        "length penalty 0.05": "--length_penalty 0.05",
+        "KL in the loss": "--kl_coef 0 --kl_loss_coef 0.2",
+        "beta = 0.03": "--kl_coef 0.03",
+        "beta = 0.3": "--kl_coef 0.3",
+        "beta = 0": "--kl_coef 0",
+        "reference moves, every 50 iterations": "--ref_update_every 50",
+        "a quarter of the pairs": "",
+        HACKED: "--kl_coef 0",
     },
-    "passes": {x: ("zoo", f"train_ppo.py {flags} --steps 200") for x, flags in PASSES.items()},
-    "equals": {x: ("zoo", f"train_ppo.py {flags} --steps 200") for x, flags in EQUALS.items()},
-    "neighbours": {x: ("zoo", f"{line} --steps 200") for x, line in NEIGHBOURS.items()},
-    "sums": {x: ("sums", f"{line} {REWARD}") for x, line in SUMS.items()},
+    "passes": {
+        "default": "",
+        "four passes": "--epochs 4",
+        "four passes, half the rate": "--epochs 4 --lr 4e-4",
+        "four passes, a quarter of the rate": "--epochs 4 --lr 2e-4",
+        "four passes of one step": "--epochs 4 --minibatches 1",
+        "four passes, no value clip": "--epochs 4 --value_clip inf",
+        "four passes, no clipping": "--epochs 4 --clip_eps inf --value_clip inf",
+        "lam = 0.95": "--lam 0.95",
+    },
+    "equals": {
+        "default": "",
+        "no value function": "--vf_coef 0",
+        "an entropy bonus": "--entropy_coef 0.03",
+        "Adam's epsilon 1e-8": "--adam_eps 1e-8",
+    },
+    "neighbours": {  # with what a search on seed 0 found
+        "PPO": "train_ppo.py",
+        "PPO, separate critic": "train_ppo.py --separate_critic --lr 4e-4 --minibatches 8",
+        "PPO, KL penalty": "-m variations.ppo_penalty --lr 4e-4",
+        "REINFORCE, reward-to-go": "-m variations.reinforce --lr 4e-4",
+        "REINFORCE, value baseline": "-m variations.reinforce --baseline",
+        "RLOO": "-m variations.rloo --k 8",
+        "GRPO": "-m variations.grpo --k 8 --lr 4e-4",
+        "Dr. GRPO": "-m variations.grpo --no_std --no_length --k 8 --lr 4e-4 --kl_coef 0.05",
+        "PPO of TRL": "-m bench.trl_ppo",
+        "RAFT": "-m variations.raft --k 4",
+        "DPO": "-m variations.dpo --lr 4e-4 --kl_coef 0.5",
+        "IPO": "-m variations.dpo --ipo --lr 4e-4 --kl_coef 0.06",
+    },
+    "sums": {"PPO": "train_ppo.py", "RLOO": "-m variations.rloo", "GRPO": "-m variations.grpo"},
 }
+MORE = dict.fromkeys(("passes", "equals", "neighbours"), "--steps 200") | {"sums": REWARD}
 PATHS = "beta = 0.03", "default", "beta = 0.3", HACKED  # for the pictures
 BETAS = 0.03, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0, 5.0  # of the best policies
 COLUMNS = "judge", "score", "optimality", "kl", "distinct"
@@ -125,7 +118,7 @@ def models_job(task, seed):
 
 def policy_job(task, seed, line):
     """Train a policy; then measure it, by an iteration with a learning rate of 0."""
-    out = RUNS / task / re.sub(r"[^\w.]+", "_", line) / str(seed)
+    out = RUNS / task / re.sub(r"[^\w.]+", "_", line.strip()) / str(seed)
     models = "--models", models_folder(task, seed)
     train = *line.split(), *models, "--out", out, "--no_report"
     measure = *MEASURE[task].split(), *models, "--out", out / "measured"
@@ -148,9 +141,14 @@ def run(out, commands, source):
     write_file(path, ended)
 
 
-def train(rows, seeds, source):
-    """Rows of TABLES -> {name: the folder of each seed}."""
-    tasks, seeds = sorted({task for task, _ in rows.values()}), range(seeds)
+def train(table, source):
+    """-> {name of a row: the folder of each seed}."""
+    seeds, rows = range(10 if table == "seeds" else 3), {}
+    for name, line in TABLES[table].items():
+        task = "sums" if table == "sums" else "few pairs" if "pairs" in name else "zoo"
+        script = "" if line.startswith(("-m", "train")) else "train_ppo.py"
+        rows[name] = task, f"{script} {line} {MORE.get(table, '')}"
+    tasks = sorted({task for task, _ in rows.values()})
     if "sums" in tasks:
         for name, lines in make_rows(0).items():
             write_jsonl(RUNS / "sums" / "data" / f"{name}.jsonl", lines)
@@ -199,13 +197,13 @@ def over_seeds(rows, columns=COLUMNS):
     return {x: mean_and_error([row[x] for row in rows]) for x in columns if x in rows[0]}
 
 
-def rows_of(folders, lines, columns=FEW):
+def rows_of(table, folders, columns=FEW):
     """The last figure is a difference of optimality, on the same seed and models."""
     rows, first = {}, None
     for name, outs in folders.items():
         figures = [report(out)["policy"] for out in outs]
         first = first or figures
-        rows[name] = {"flags": lines[name], **over_seeds(figures, columns)}
+        rows[name] = {"flags": TABLES[table][name], **over_seeds(figures, columns)}
         if figures != first and "pairs" not in name:
             gain = [x["optimality"] - y["optimality"] for x, y in zip(figures, first)]
             rows[name]["minus the first row"] = mean_and_error(gain)
@@ -244,7 +242,7 @@ def worst_sample(out):
     return text, {x: worst[x] for x in ("score", "judge", "kl")}
 
 
-# {name of a row: the folder of each seed} -> sections of results.json
+# {name of a row: the folder of each seed} -> sections of results.json, where it is not rows_of()
 
 
 def seeds(folders):
@@ -262,22 +260,10 @@ def seeds(folders):
 
 def settings(folders):
     return {
-        "settings": rows_of(folders, SETTINGS, COLUMNS),
+        "settings": rows_of("settings", folders, COLUMNS),
         "hacked": dict(worst_sample(out) for out in folders[HACKED]),
         "paths": {x.replace("default", "beta = 0.1"): path_of(folders[x]) for x in PATHS},
     }
-
-
-def passes(folders):
-    return {"passes": rows_of(folders, PASSES)}
-
-
-def equals(folders):
-    return {"equals": rows_of(folders, EQUALS)}
-
-
-def neighbours(folders):
-    return {"neighbours": rows_of(folders, NEIGHBOURS)}
 
 
 def sums(folders):
@@ -291,14 +277,13 @@ def sums(folders):
 @script
 def main():
     _, names = read_flags(__doc__, run=False, positional="TABLE")
-    sections = {"seeds": seeds, "settings": settings, "passes": passes, "equals": equals}
-    sections |= {"neighbours": neighbours, "sums": sums}
-    for name in {*names} - {*sections}:
-        raise UserError(f"{name}: should be among {', '.join(sections)}")
-    source = made()
+    for name in {*names} - {*TABLES}:
+        raise UserError(f"{name}: should be among {', '.join(TABLES)}")
+    source, special = made(), {"seeds": seeds, "settings": settings, "sums": sums}
     for name in names:
-        folders = train(TABLES[name], 10 if name == "seeds" else 3, source)
-        keep(sections[name](folders), source)
+        folders = train(name, source)
+        measured = special[name](folders) if name in special else {name: rows_of(name, folders)}
+        keep(measured, source)
 
 
 if __name__ == "__main__":

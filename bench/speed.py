@@ -67,7 +67,7 @@ def ratio(size):
         return reward_model(tokens, minippo.row_lengths(mask))
 
     @torch.enable_grad()  # TRL calls it under no_grad()
-    def iteration(_):  # after one of theirs
+    def iteration():  # in each of theirs
         times.append(time.perf_counter())
         batch = minippo.rollout(policy, ref, score, prompts, config)
         batch |= minippo.compute_advantages(batch, config)

@@ -18,9 +18,10 @@ from plumbing.text import read_prompts
 from train_ppo import LoopConfig
 
 
-def make_trainer(config, prompts, sampled=lambda rows: None, cap=math.inf):
+def make_trainer(config, prompts, sampled=lambda: None, cap=math.inf):
     """PPO as TRL does it, of the models that plumbing.hf has exported to config.out -> trainer,
-    policy. In each iteration sampled() is called with the responses, as ids. cap: of the scores."""
+    policy. sampled() is called in each iteration, between sampling and scoring. cap: of the
+    scores."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM as Model
     from transformers import AutoModelForSequenceClassification as Scorer
@@ -56,12 +57,7 @@ def make_trainer(config, prompts, sampled=lambda rows: None, cap=math.inf):
     reward_model, critic = (Scorer.from_pretrained(config.out / "rm") for _ in range(2))
     reward_model.score.register_forward_hook(lambda _, inputs, scores: scores.clamp(max=cap))
 
-    def before_scoring(_, __, inputs):
-        new = slice(-config.max_new_tokens, None)
-        rows = zip(inputs["input_ids"][:, new], inputs["attention_mask"][:, new].bool())
-        sampled([ids[inside] for ids, inside in rows])
-
-    reward_model.base_model.register_forward_pre_hook(before_scoring, with_kwargs=True)
+    reward_model.base_model.register_forward_pre_hook(lambda *_: sampled())
     rows = Dataset.from_dict({"input_ids": prompts})
     models = policy, ref, reward_model, rows, critic
     return ppo.PPOTrainer(arguments, tokenizer, *models, eval_dataset=rows), policy

@@ -16,6 +16,9 @@ from minippo import turns_score
 from plumbing.report import REFERENCE, Evaluator
 
 
+SHORT = "passes", "equals", "neighbours"
+
+
 @pytest.mark.parametrize("name", results.TABLES)
 def test_every_command_line_of_a_table_parses(name, tmp_path, monkeypatch):
     data, jobs, folders = set(), {}, {}
@@ -25,17 +28,19 @@ def test_every_command_line_of_a_table_parses(name, tmp_path, monkeypatch):
         "write_data": data.add,
         "write_jsonl": lambda path, _: data.add(path.parent),
         "run": lambda out, commands, _: jobs.setdefault(out, commands),
-        name: lambda x: x,
+        **dict.fromkeys(("seeds", "settings", "sums"), lambda x: {name: x}),
         "keep": lambda x, _: folders.update(x),
+        "rows_of": lambda _, x: x,
     }.items():
         monkeypatch.setattr(results, x, stub)
     monkeypatch.setattr(sys, "argv", ["results.py", name])
     results.main()
     assert next(iter(jobs)).parent.name == "models"  # these come first
     assert data == {tmp_path / ("sums/data" if name == "sums" else "zoo")}
-    for row, (_, out, *others) in folders.items():
+    for row, (_, out, *others) in folders[name].items():
         assert len(others) == (8 if name == "seeds" else 1)
-        assert (results.TABLES[name][row][0] == "few pairs") == ("pairs" in row)
+        assert ("few pairs" in str(out)) == ("pairs" in row)
+        assert ("--steps 200 " in " ".join(jobs[out][0])) == (name in SHORT)
         assert f"--policy {out}/ppo.pt" in " ".join(jobs[out][1])
     for words in {tuple(words) for out in jobs if out.name == "1" for words in jobs[out]}:
         assert "--seed 1 " in " ".join(words)
@@ -116,11 +121,11 @@ def test_figures_by_hand(tmp_path, monkeypatch):
     row = [[4, None], [4, None], [5, None], [6, 0.5], 9, 10]
     assert [*found["seeds"]["1"].values()] == row
 
-    runs = {x: [folder(i), folder(i + 2)] for i, x in enumerate(results.SETTINGS)}
+    runs = {x: [folder(i), folder(i + 2)] for i, x in enumerate(results.TABLES["settings"])}
     found = results.settings(runs)
     for i, (name, row) in enumerate(found["settings"].items()):
         gain = {"minus the first row": [i, 0]} if i and "pairs" not in name else {}
-        assert row == {"flags": results.SETTINGS[name], **figures([i + 3, 1]), **gain}
+        assert row == {"flags": results.TABLES["settings"][name], **figures([i + 3, 1]), **gain}
     assert found["paths"].keys() == tables.load()["paths"].keys()
     path = found["paths"]["beta = 0.1"]
     assert [path[x][:2] for x in path] == [[5.5, 15.5], [9, 29], [-4.5, -14.5]]
@@ -152,12 +157,6 @@ def test_the_pictures_show_what_is_stored():
     shown = lines(pictures.hacking(stored).axes[0])
     for name, setting in product(("score", "judge"), ("beta = 0.1", results.HACKED)):
         assert shown[f"{name}, {setting}"] == path(setting, name)
-    shown = lines(pictures.pretrained(stored).axes[0])
-    for name, row in stored["pretrained_paths"].items():
-        x, y = shown[name.removeprefix("speed, ")]
-        judge = row["judge"]
-        means = judge[0], sum(judge[:2]) / 2, sum(judge[-5:]) / 5
-        assert x == row["seconds"] and [y[0], y[1], y[-1]] == pytest.approx(means)
 
 
 def test_the_tables_hold_what_is_stored():
