@@ -1,21 +1,20 @@
 """minippo: RLHF with PPO, from scratch, in one file. Read it from the top; run it.
 
-RLHF (reinforcement learning from human feedback) turns a language model that merely imitates into
-one that does what people prefer, in three stages with a script each. Supervised fine-tuning (SFT,
-train_sft.py) imitates demonstrations. A reward model (train_rm.py) learns which of two answers
-people prefer, and gives each answer a score. PPO (train_ppo.py) raises the scores, but keeps the
-model close to the SFT model. For prompts x, responses y sampled from the policy pi, and their
-scores, it maximises
+RLHF (reinforcement learning from human feedback) teaches a language model to do what people prefer,
+in three stages with a script each. Supervised fine-tuning (SFT, train_sft.py) imitates
+demonstrations. A reward model (train_rm.py) learns which of two answers people prefer, and gives
+each answer a score. PPO (train_ppo.py) raises the scores, but keeps the model close to the SFT
+model. For prompts x and responses y sampled from the policy pi, PPO maximises
 
     J(pi) = E[ score(x, y) ] - beta * KL(pi || ref)
 
-(arXiv:2203.02155, the InstructGPT paper, eq. 2, without its last term, which mixes in pretraining).
+(InstructGPT, arXiv:2203.02155, eq. 2, without its pretraining term).
 
 The *policy* pi is the language model, seen as a rule for choosing the next token. The *reference*
-ref is a frozen copy of the policy before PPO: the SFT model. KL(pi || ref), the Kullback-Leibler
-divergence, is the mean of log pi(y | x) - log ref(y | x) over responses y of pi: how far the policy
-has moved, in nats (the unit of natural logarithms). Beta (kl_coef in the code) is the penalty per
-nat. E is the mean over prompts and sampled responses. PPO repeats four phases:
+ref is the frozen SFT model. KL(pi || ref), the Kullback-Leibler divergence, is the mean of
+log pi(y | x) - log ref(y | x) over responses y of pi: how far the policy has moved, in nats (the
+unit of natural logarithms). Beta (kl_coef in the code) is the penalty per nat. E is the mean over
+prompts and sampled responses. PPO repeats four phases:
 
     prompts --> 1. policy --> responses, log pi, values -----------------+
                      ^            |                                      |
@@ -30,13 +29,13 @@ nat. E is the mean over prompts and sampled responses. PPO repeats four phases:
     reward model      the SFT model with a new head, trained; now frozen  one score per response
 
 Shapes: B rows in a batch, T columns, C channels, H attention heads, V tokens in the vocabulary, N
-response tokens (those that the mask below selects).
+response tokens (see the mask below).
 
-One convention holds everywhere. A row starts at column 0: a prompt, its response, then padding.
-(Causal attention looks only to the left, so no response ever sees its padding.) Choosing token
-t + 1 is the *action* taken in the *state* "tokens 0 .. t have been read", and every number about
-that choice is stored at index t: log pi at index 1 is that of token 2, "sweet". With the prompt
-"Bees eat", a score of 1.40 and beta 0.1 (a dot means: not used):
+One convention holds everywhere. A row starts at column 0: a prompt, its response, then padding,
+which no response sees, because attention is causal. Choosing token t + 1 is the *action* taken in
+the *state* "tokens 0 .. t have been read", and every number about that choice is stored at index t:
+log pi at index 1 is that of token 2, "sweet". With the prompt "Bees eat", a score of 1.40 and beta
+0.1 (a dot means: not used):
 
     index t      0      1      2      3      4      5
     tokens       Bees   eat    sweet  nectar <eos>  pad     (B, T); <eos> is the end token
@@ -49,7 +48,7 @@ that choice is stored at index t: log pi at index 1 is that of token 2, "sweet".
     value        .      0.80   1.00   1.20   .              prediction: sum of the rewards to come
 
 Phase 3 (section 5): how much better than expected did each action turn out? The value after the
-last action counts as 0. (Two settings, gamma and lam, are 1 here: see gae().)
+last action counts as 0. (The settings gamma and lam of gae() are 1 here.)
 
     delta        .      0.15   0.22   0.18   .              reward + next value - value
     advantage    .      0.55   0.40   0.18   .              sum of this delta and all later ones
@@ -59,7 +58,7 @@ last action counts as 0. (Two settings, gamma and lam, are 1 here: see gae().)
 
 Phase 4 makes actions with a whitened advantage above 0 more probable, and those with one below 0
 less probable. (<eos> turned out better than expected, but by less than average, and whitening
-subtracts the average.) Section 5 continues the example, up to the loss.
+subtracts the average.) Section 5 continues the example.
 """
 
 import copy
@@ -74,8 +73,7 @@ import torch.nn.functional as F
 # 1. The networks
 #
 # GPT-2 (Radford et al., 2019) without dropout, which would make sampling and update disagree about
-# log pi (section 5). The policy adds a value head: one number per position. The reward model has a
-# score head in place of the vocabulary head (lm_head): one number per row.
+# log pi (section 5).
 
 
 @dataclass
@@ -97,7 +95,7 @@ class GPTConfig:
 
 
 class Attention(nn.Module):
-    """Causal self-attention: a position reads from itself and from those before it."""
+    """Causal self-attention: a position reads itself and those before it."""
 
     def __init__(self, config):
         super().__init__()
@@ -108,8 +106,8 @@ class Attention(nn.Module):
     def forward(self, x, cache=None):
         """(B, T, C) -> (B, T, C).
 
-        cache: a list with the keys and the values of the earlier positions, or empty if there are
-        none. This call appends those of its T positions. If there are earlier ones, T must be 1.
+        cache: a list for the keys and values of the earlier positions, to which this call adds its
+        own. If there are earlier positions, T must be 1.
         """
         q, k, v = (y.unflatten(-1, (self.heads, -1)) for y in self.qkv(x).chunk(3, -1))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, C/H)
@@ -182,7 +180,7 @@ class GPT(nn.Module):
         nn.init.zeros_(self.value_head.bias)
 
     def hidden(self, tokens):
-        """tokens (B, T) -> what the vocabulary head and the value head read: (B, T, C) each."""
+        """tokens (B, T) -> what the two heads read: (B, T, C) each."""
         hidden = self.trunk(tokens)
         return hidden, (hidden if self.value_trunk is None else self.value_trunk(tokens))
 
@@ -195,11 +193,10 @@ class GPT(nn.Module):
 class RewardModel(nn.Module):
     """Scores a row, prompt and response, with one number: how much would people like it?
 
-    Made from a GPT, it starts with a copy of the GPT's trunk. After training, train_rm.py sets
-    `mean` and `std`, so that the SFT model's own answers have mean 0 and standard deviation 1, and
-    beta means the same for any reward model. It also sets `cap`, the score that one in a hundred
-    of these answers exceeds. Higher scores are lowered to it, because so high up the reward model
-    is often wrong (arXiv:2502.18770).
+    After training, train_rm.py sets `mean` and `std`, so that the SFT model's own answers have mean
+    0 and standard deviation 1, and beta means the same for any reward model. It also sets `cap`,
+    the score that one in a hundred of these answers exceeds. Higher scores are lowered to it,
+    because so high up the reward model is often wrong (arXiv:2502.18770).
     """
 
     def __init__(self, gpt):
@@ -245,8 +242,7 @@ def response_mask(prompt_lengths, lengths, columns):
 
 def row_lengths(mask):
     """mask (B, T-1) -> (B,): tokens of prompt and response. The mask is last true at length - 2,
-    where the last token is chosen. ValueError if a response is empty: no token could receive its
-    score."""
+    where the last token is chosen. ValueError if a response is empty."""
     if not mask.any(1).all():
         raise ValueError("a response is empty: it needs a token, at least the end token")
     return (mask * torch.arange(mask.shape[1], device=mask.device)).amax(1) + 2
@@ -273,9 +269,9 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0, with_entropy=False):
     """tokens (B, T), mask (B, T-1) -> logprobs of the actions; the value of the state before each;
     the entropy of the choice there, if wanted: (B, T-1) each, 0 outside the mask.
 
-    Each action is conditioned on the tokens in the row, not on what the policy would now sample
-    (*teacher forcing*). Log-probabilities and entropy, in nats, are those of softmax(logits /
-    temperature). The mean of -logprobs over the mask is the loss of SFT.
+    Each action is conditioned on the tokens in the row, not on what the policy would sample
+    (*teacher forcing*). Logprobs and entropy, in nats, are those of softmax(logits / temperature).
+    The mean of -logprobs over the mask is the loss of SFT.
     """
     check_mask(mask, tokens[:, 1:])
     states, actions = tokens[:, :-1], tokens[:, 1:]
@@ -295,8 +291,8 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0, with_entropy=False):
 # 3. Sampling
 #
 # To add a token, a transformer need not reread the row: attention needs only the keys and values of
-# the earlier tokens. The *KV cache* keeps them, two tensors per block. (Reading a row in one pass
-# is called *prefill*, writing token by token *decoding*.)
+# the earlier tokens, which the *KV cache* keeps. (Reading a row in one pass is called *prefill*,
+# writing token by token *decoding*.)
 
 
 def draw(logits):
@@ -304,7 +300,7 @@ def draw(logits):
 
     Cut the interval from 0 to 1 into a piece for each token, as long as its probability. Draw a
     number u from the interval, and take the token whose piece contains u (*inverse transform
-    sampling*). torch.multinomial would do as well; this shows how.
+    sampling*). torch.multinomial would do as well.
     """
     ends = logits.softmax(-1).cumsum(-1, dtype=torch.float64)  # where the pieces end
     if ends[:, -1].isnan().any():
@@ -321,8 +317,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
     prompts: B lists of 1 to context - 1 ids (else ValueError). Returns tokens (B, T); and mask,
     logprobs (in nats) and values of the sampled tokens, (B, T-1) each.
 
-    The rows advance together, column by column. Prompts of 1, 2 and 4 tokens (p), sampled tokens
-    (s), the end token (e):
+    The rows advance together. Prompts of 1, 2 and 4 tokens (p), sampled tokens (s), <eos> (e):
 
         column    0  1  2  3  4  5
         row 0     p  s  s  e             column 0 is read for all rows, then a token is drawn for
@@ -355,8 +350,8 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
         begin, t = t, t + 1
     T = int(lengths.max())
     tokens, mask = tokens[:, :T], response_mask(prompt_lengths, lengths, T)
-    # The loop could give these numbers too, but rounded differently. They are computed here as in
-    # the update, which divides by these probabilities (section 5), so the ratio starts at 1.
+    # These numbers are computed as in the update, so that the ratio (section 5) starts at 1. Those
+    # of the loop would be rounded differently.
     logprobs, values, _ = evaluate_actions(policy, tokens, mask, temperature)
     return tokens, mask, logprobs, values
 
@@ -364,19 +359,17 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
 # --------------------------------------------------------------------------------------------------
 # 4. The reward model's loss
 #
-# Usually two answers to a prompt are sampled from the SFT model, and a person picks the better one.
-# This is easier than giving grades, which each person does on their own scale. (The default data
-# come with simulated pairs.) In the model of Bradley and Terry (1952), a is preferred to b with
-# probability sigmoid(score(a) - score(b)). Only differences count: the zero of the scores is
-# arbitrary. The loss is -log of this probability. For a margin score(a) - score(b) of 2, 0 or -2,
-# it is 0.13, 0.69 or 2.13.
+# Usually two answers to a prompt are sampled from the SFT model, and a person picks the better one,
+# which is easier than grading answers on a common scale. In the model of Bradley and Terry (1952),
+# a is preferred to b with probability sigmoid(score(a) - score(b)). Only differences count: the
+# zero of the scores is arbitrary. The loss is -log of this probability. For a margin
+# score(a) - score(b) of 2, 0 or -2, it is 0.13, 0.69 or 2.13.
 #
-# Why a model? PPO needs a score for each response as soon as it is sampled, 57,600 in train_ppo.py,
-# and as many in each further run. People label pairs once. But the responses of PPO differ from the
-# answers in the pairs (*distribution shift*), so their scores may be wrong: too high, for example,
-# for long, flattering or evasive answers. Learning to exploit this is *reward hacking* or
-# *overoptimisation*: the score rises, and the text gets worse. Hence the penalty on the KL, and the
-# cap.
+# Why a model? PPO needs a score for each response as soon as it is sampled, 57,600 in train_ppo.py.
+# People label pairs only once. But the responses of PPO differ from the answers in the pairs
+# (*distribution shift*), so their scores may be wrong: too high, for example, for long, flattering
+# or evasive answers. Learning to exploit this is *reward hacking* or *overoptimisation*: the score
+# rises, and the text gets worse. Hence the penalty on the KL, and the cap.
 
 
 def reward_model_loss(chosen_scores, rejected_scores):
@@ -393,17 +386,17 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # 5. From the policy gradient to PPO (Schulman et al., arXiv:1707.06347), and to PPO for language
 # models (Ziegler et al., arXiv:1909.08593)
 #
-# SFT is given the token to imitate in every state. Here there is none: the policy chooses all
-# tokens, and gets one score at the end (a *sparse reward*). We want to maximise E[score], the mean
-# over sampled responses y. A random draw has no gradient, but its probability has. Write p(y) for
-# pi(y | x), the probability of a whole response; from here on, pi is that of one token.
+# SFT is given the token to imitate in every state. Here the policy chooses the tokens, and gets one
+# score at the end (a *sparse reward*). We want to maximise E[score]. A random draw has no gradient,
+# but its probability has. Write p(y) for pi(y | x), the probability of a whole response; from here
+# on, pi is that of one token.
 #
 #     grad E[score] = grad sum_y p(y) score(y) = sum_y grad p(y) score(y)
 #                   = sum_y p(y) grad log p(y) score(y)         because grad p = p grad log p
 #                   = E[ grad log p(y) score(y) ]               (the log-derivative trick)
 #
-# This is the *policy gradient*, a mean over samples: make each response more probable, or less, in
-# proportion to its score. As code, it is REINFORCE (Williams, 1992):
+# This is the *policy gradient*, a mean over samples: each response is made more or less probable,
+# in proportion to its score. As code, it is REINFORCE (Williams, 1992):
 #
 #     tokens, mask, _, _ = generate(policy, prompts, max_new_tokens)
 #     logprobs, _, _ = evaluate_actions(policy, tokens, mask)
@@ -411,22 +404,20 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #
 # Sampling is how the policy *explores*: what is never sampled is never rewarded. The error of the
 # mean shrinks only with the square root of the batch size, so most of what follows fights noise.
-# Four changes lead from here to PPO: the KL, returns, a baseline, and several gradient steps on one
-# batch.
+# Four changes lead from here to PPO.
 #
-# The first change: the KL joins the reward. In J, score - beta * (log p - log ref) replaces the
-# score (log p and log ref are those of the whole response). Now log p, which has a gradient too, is
-# also part of what is averaged, so the product rule gives one more term:
+# The first change: the KL joins the reward. In J, score - beta * (log p - log ref) of the whole
+# response replaces the score. As log p has a gradient too, the product rule gives one more term:
 #
 #     grad J = E[ grad log p (score - beta * (log p - log ref)) ] - beta * E[ grad log p ]
 #
 # The last term is 0: E[grad log p] = sum_y p grad log p = sum_y grad p = grad 1 = 0. And log p is a
-# sum over the tokens of y, so the KL splits into a reward for each token, -beta * (log pi - log
-# ref). The score is one more reward, at the last token.
+# sum over the tokens of y, so the KL splits into a reward for each token,
+# -beta * (log pi - log ref). The last token gets the score too.
 #
-# The KL is never negative, and is 0 only if pi and ref agree; a sample of it may be negative. It
-# is not symmetric. KL(pi || ref) is a mean over what pi writes: an answer that ref hardly ever
-# writes costs much, one that pi stops writing costs little. (To drop half of ref's answers costs
+# The KL is never negative, and is 0 only if pi and ref agree; a sample of it may be negative. It is
+# not symmetric. KL(pi || ref) is a mean over what pi writes: an answer that ref hardly ever writes
+# costs much, one that pi stops writing costs little. (To drop half of ref's answers costs
 # log 2 = 0.69 nats. Losing variety like this is called *mode collapse*.) KL(ref || pi), a mean over
 # what ref writes, would keep all of ref's answers, even its mistakes.
 #
@@ -442,7 +433,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
 
 
 def bounded_exp(x):
-    """exp(x), capped at exp(20), so that an extreme probability ratio cannot overflow."""
+    """exp(x), capped so that an extreme probability ratio cannot overflow."""
     return x.clamp(max=20).exp()
 
 
@@ -454,11 +445,8 @@ def kl_per_response(logprobs, ref_logprobs, mask):
 
 
 def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
-    """The reward of each token: scores (B,); logprobs, ref_logprobs, mask (B, T-1) -> (B, T-1).
-
-    InstructGPT, eq. 2, token by token: a token pays beta per nat of its log pi - log ref, and earns
-    if this is negative. The score, which rates the whole response, is added at the last token.
-    """
+    """The reward of each token (InstructGPT, eq. 2): scores (B,), the rest (B, T-1) -> (B, T-1).
+    Each token pays beta per nat of its KL; the score is added at the last."""
     check_mask(mask, logprobs, ref_logprobs)
     check_mask(mask[:, 0], scores)  # one score per row
     rewards = torch.where(mask, -kl_coef * (logprobs - ref_logprobs), 0.0)
@@ -466,34 +454,33 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
     return rewards
 
 
-# How much credit does each token deserve? This is *credit assignment*. So far each grad log pi is
+# How much credit does each token deserve (*credit assignment*)? So far each grad log pi is
 # multiplied by the sum of all rewards of its response (its *episode* or *trajectory*). Two more
-# changes usually make this gradient less noisy, and do not change its mean:
+# changes usually make this gradient less noisy.
 #
 # The second change: drop the earlier rewards. When a token is chosen, the rewards before it are
 # constants, and a constant times E[grad log pi] is 0. So its grad log pi is multiplied by the
 # *return*: the sum of its own and all later rewards.
 #
 # Why does the KL go into the reward, and not into the loss? A token decides which states come
-# later, and so changes the KL of later tokens. In the reward, the d of a token is part of the
-# returns of this token and of all earlier ones. In a loss, the gradient of k2 is d * grad log pi:
-# each token gets only its own d. And k1 as a loss would teach nothing: its gradient is grad log pi,
-# whose mean is 0.
+# later, and so changes their KL. As a reward, the d of a token is part of its own return and of all
+# earlier ones. As a loss, k2 has the gradient d * grad log pi: each token gets only its own d. And
+# k1 would teach nothing: its gradient is grad log pi, whose mean is 0.
 #
 # The third change: a baseline. Any number that does not depend on the action may be subtracted from
-# the return. On average this changes nothing, because E[grad log pi] = 0. (If all scores are
-# positive, every sampled response is pushed up, good or bad; after the subtraction only those above
-# the baseline are.) PPO subtracts the *value* v, the expected return in this state. The difference
-# is the *advantage* A: how much better than expected this action turned out. (In textbooks,
-# A = Q - V, where Q is the return to be expected once the action is chosen; reward + next value
-# estimates Q.) The value function is the *critic*, the policy the *actor*.
+# the return: on average this changes nothing, because E[grad log pi] = 0. (Without a baseline,
+# scores that are all positive push up every response, good or bad.) PPO subtracts the *value* v,
+# the expected return in this state. The difference is the *advantage* A: how much better than
+# expected this action turned out. (In textbooks, A = Q - V. Q is the expected return once the
+# action is chosen; reward + next value estimates Q.) The value function is the *critic*, the policy
+# the *actor*.
 
 
 def gae(rewards, values, mask, gamma, lam):
     """Generalised advantage estimation (arXiv:1506.02438): (B, T-1) each -> advantages, returns.
 
     With rewards r and values v, delta_t = r_t + gamma v_{t+1} - v_t is the *temporal difference
-    error*: the reward plus the change in value. The advantage counts the later deltas too (eq. 16):
+    error*. The advantage counts the later deltas too (eq. 16):
 
         A_t = delta_t + (gamma lam) delta_{t+1} + (gamma lam)^2 delta_{t+2} + ...
             = delta_t + (gamma lam) A_{t+1}
@@ -502,14 +489,14 @@ def gae(rewards, values, mask, gamma, lam):
                                       lam 0.9    0.49   0.38   0.18
                                       lam 0      0.15   0.22   0.18
 
-    lam = 1, the default, gives the sampled return minus the value (*Monte Carlo*): unbiased, but
-    noisy. lam = 0 gives only delta, which trusts the next value (*bootstrapping*): less noisy, but
-    biased where the values are wrong. For responses of hundreds of tokens, start with lam = 0.95:
-    the noise of lam = 1 grows with the number of rewards.
+    lam = 1 gives the sampled return minus the value (*Monte Carlo*): unbiased, but noisy. lam = 0
+    gives only delta, which trusts the next value (*bootstrapping*): less noisy, but biased where
+    the values are wrong. For responses of hundreds of tokens, start with lam = 0.95: the noise of
+    lam = 1 grows with the number of rewards.
 
-    A gamma below 1 makes a reward count less the later it comes. For text, gamma = 1 is usual: a
-    long answer is worth no less than a short one. No reward follows the last action, so the value
-    after it counts as 0, even if the length limit cut the response off.
+    With gamma below 1, later rewards count less. For text, gamma = 1 is usual: a long answer is
+    worth no less than a short one. No reward follows the last action, so the value after it counts
+    as 0, even if the length limit cut the response off.
     """
     check_mask(mask, rewards, values)
     rewards, values = torch.where(mask, rewards, 0.0), torch.where(mask, values, 0.0)
@@ -520,20 +507,18 @@ def gae(rewards, values, mask, gamma, lam):
         advantage = delta + gamma * lam * advantage
         advantages[:, t], next_value = advantage, values[:, t]
     advantages = torch.where(mask, advantages, 0.0)  # in the prompt they mean nothing
-    # The values are trained towards these returns. With lam below 1 they are partly predictions.
+    # The values are trained towards these returns, which with lam below 1 are partly predictions.
     return advantages, advantages + values
 
 
 def whiten(x, mask):
     """Shift and scale x, (B, T-1), to mean 0 and standard deviation 1 over the mask; 0 elsewhere.
-    If all selected numbers are equal, up to rounding, all become 0.
+    If all numbers are equal, up to rounding, they become 0.
 
-    So the gradient of the policy loss does not depend on the scale of the rewards: multiplying
-    scores, beta and values by 10 gives the same whitened advantages. The mean acts as one more
-    baseline. Whitening hides the size of the advantages: a batch of nearly equal responses is
-    scaled up, noise included. It also changes some signs: if nearly all actions turned out better
-    than expected, those below the average become negative. Returns are never whitened: the values
-    must learn their true size.
+    Whitened advantages, and so the gradient of the policy loss, stay the same if scores, beta and
+    values are multiplied by 10. The mean acts as one more baseline. Whitening hides the size of the
+    advantages: a batch of nearly equal responses is scaled up, noise included. Returns are never
+    whitened: the values must learn their true size.
     """
     check_mask(mask, x)
     selected = x[mask]
@@ -543,25 +528,24 @@ def whiten(x, mask):
 
 # The fourth change: several gradient steps on one batch, because for large models sampling is slow.
 # A pass over the batch is cut into minibatches, with a gradient step for each. (More steps use the
-# samples better, but lead further away from the policy that sampled them; four is a compromise.)
-# The first step is *on-policy*: the policy being trained sampled the batch. Then its weights
-# change. The policy that sampled is now the *old* policy, and the next steps are *off-policy*. The
-# *ratio* pi / old corrects for that, choice by choice (*importance sampling*):
+# samples better, but lead further away from the policy that sampled them.) The first step is
+# *on-policy*: the policy being trained sampled the batch. Once its weights have changed, the policy
+# that sampled is the *old* policy, and the next steps are *off-policy*. The *ratio* pi / old
+# corrects for that, choice by choice (*importance sampling*):
 #
 #     E_old[ratio * A] = sum_a old(a) (pi(a) / old(a)) A(a) = E_pi[A]
 #
-# (It does not correct the states: they are still those that old reached.) The gradient of ratio * A
-# is ratio * A * grad log pi, because grad pi = pi grad log pi. At ratio 1, where an update begins,
+# (The states are not corrected: they are those that old reached.) The gradient of ratio * A is
+# ratio * A * grad log pi, because grad pi = pi grad log pi. At ratio 1, where an update begins,
 # this is the policy gradient. Far from 1, a few large ratios dominate. So PPO clips the ratio.
 #
-# Do not confuse the old policy with the reference. The old policy sampled this batch, a few
-# gradient steps ago. The reference is the frozen SFT model. The ratio compares pi with old, the KL
-# compares pi with ref. The clip does not replace the KL: it keeps each update small (as a
-# constraint on KL(old || pi) did in TRPO, PPO's forerunner), but small steps add up.
+# Do not confuse the old policy with the reference, the frozen SFT model. The ratio compares pi with
+# old, the KL compares pi with ref. The clip does not replace the KL: it keeps each update small
+# (as a constraint on KL(old || pi) did in TRPO, PPO's forerunner), but small steps add up.
 #
-# The clip. For each token PPO maximises the smaller of ratio * A and clipped ratio * A. The clipped
-# ratio cannot leave the range from 1 - eps to 1 + eps; A is now the whitened advantage. This is the
-# response of the header after a gradient step, with eps 0.2 (computed from unrounded numbers):
+# For each token PPO maximises the smaller of ratio * A and clipped * A, where "clipped" is the
+# ratio limited to the range 1 - eps to 1 + eps. This is the response of the header after a gradient
+# step, with eps 0.2 (computed from unrounded numbers):
 #
 #     log pi now    -0.25  -1.10  -0.40     of the same actions
 #     ratio          1.28   1.11   0.74     pi now / old: exp(log pi now - log pi)
@@ -575,28 +559,26 @@ def whiten(x, mask):
 # Where the clipped product is the smaller one, there is no gradient, because a clipped ratio is a
 # constant. The first token has risen enough, the last has fallen enough. Why not always the clipped
 # one? Tokens share the weights, so steps for others may have moved a ratio the wrong way. If the
-# ratio of the first token, with A = 1.14, had fallen to 0.70, the clip alone would freeze it there.
-# But 0.70 A = 0.80 is less than 0.80 A = 0.91, and has a gradient: the ratio is pulled back up.
-# Likewise, had the ratio of the last token, with A = -1.29, risen to 1.30: 1.30 A = -1.68 is less
-# than 1.20 A = -1.55, so it is pushed down.
+# ratio of the first token (A = 1.14) had fallen to 0.70, the clip alone would freeze it there. But
+# 0.70 A = 0.80 is less than 0.80 A = 0.91, and has a gradient: the ratio is pulled back up.
+# Likewise, a ratio of the last token (A = -1.29) that had risen to 1.30 would be pushed down:
+# 1.30 A = -1.68 is less than 1.20 A = -1.55.
 #
 #     gradient    ratio < 1 - eps            in between                 ratio > 1 + eps
 #     A > 0       ratio * A * grad log pi    ratio * A * grad log pi    0
 #     A < 0       0                          ratio * A * grad log pi    ratio * A * grad log pi
 #
 # A single step can still carry a ratio out of the range. By default each batch gets one pass of
-# four steps, so most ratios stay near 1 and the clip hardly acts. It matters with several passes:
-# without it and the value clip (below), four passes ruin the policy (RESULTS.md).
+# four steps, so the clip hardly acts. But without it and the value clip (below), four passes ruin
+# the policy (RESULTS.md).
 #
-# The loss is a mean over tokens, where the derivation has a sum for each response. The two differ
-# by a factor, the mean length of a response, that hardly changes from batch to batch.
+# The loss is a mean over tokens, where the derivation has a sum for each response. The factor
+# between the two, the mean length of a response, hardly changes from batch to batch.
 
 
 def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
     """PPO's clipped objective (eq. 7 of its paper) as a loss: (B, T-1) each -> scalar, stats.
-
-    Only logprobs has a gradient: what was recorded is constant.
-    """
+    Only logprobs has a gradient."""
     check_mask(mask, logprobs, old_logprobs, advantages)
     log_ratio = (logprobs - old_logprobs.detach())[mask]  # (N,)
     advantages = advantages.detach()[mask]
@@ -682,7 +664,7 @@ class PPOConfig(PolicyGradientConfig):
 
 
 def frozen_copy(model):
-    """A copy that is never trained, such as the reference or the reward model."""
+    """A copy that is never trained."""
     return copy.deepcopy(model).eval().requires_grad_(False)
 
 
@@ -696,7 +678,7 @@ def score_responses(score, tokens, mask, config, eos):
 
 
 def join(pieces):
-    """Rollouts -> one with all their rows; the narrower ones are padded on the right."""
+    """Rollouts -> one with all their rows, padded on the right."""
     rows = {name: [x for piece in pieces for x in piece[name]] for name in pieces[0]}
     pad = nn.utils.rnn.pad_sequence
     return {name: pad(x, True) if x[0].dim() else torch.stack(x) for name, x in rows.items()}
@@ -704,8 +686,7 @@ def join(pieces):
 
 @torch.no_grad()
 def rollout(policy, ref, score, prompts, config, generate=generate):
-    """Phases 1 and 2: responses to the prompts (lists of ids), and what is recorded about them; at
-    most config.micro_batch (0: all) in memory at once. generate: the sampler."""
+    """Phases 1 and 2: sample responses to the prompts (lists of ids) -> a rollout."""
     size = config.micro_batch
     if 0 < size < len(prompts):
         pieces = [prompts[i : i + size] for i in range(0, len(prompts), size)]
@@ -722,15 +703,14 @@ def rollout(policy, ref, score, prompts, config, generate=generate):
 
 @torch.no_grad()
 def center_values(policy, batch):
-    """Before the first update: shift all values, in place, to the mean score of a rollout.
-    Otherwise, if the scores are far from 0, many updates would be spent on learning a constant."""
+    """Before the first update, shift all values to the mean score of a rollout. Otherwise, if the
+    scores are far from 0, many updates would only learn a constant."""
     mean_value = masked_mean(batch["old_values"], batch["mask"])
     policy.value_head.bias += batch["scores"].mean() - mean_value
 
 
 def compute_advantages(batch, config):
-    """Phase 3: how much better than expected did each action turn out? A rollout -> rewards,
-    returns, and advantages, which multiply the ratio in the loss: (B, T-1) each."""
+    """Phase 3: a rollout -> rewards, returns and advantages, (B, T-1) each."""
     mask, old_logprobs = batch["mask"], batch["old_logprobs"]
     rewards = kl_adjusted_rewards(
         batch["scores"], old_logprobs, batch["ref_logprobs"], mask, config.kl_coef
@@ -777,11 +757,9 @@ def merge(weighted):
 
 
 def accumulate_gradient(loss_of, rows, micro_batch, count):
-    """backward() for the loss of some rows, at most micro_batch of them (0: all) in memory at once
-    -> stats.
+    """backward() for the loss of some rows, at most micro_batch (0: all) at a time -> stats.
 
-    loss_of(rows) -> loss, stats: means over count(rows) tokens or pairs. Each piece is weighted by
-    its share of these.
+    loss_of(rows) -> loss, stats: means over count(rows) tokens or pairs.
     """
     weighted, size = [], micro_batch or len(rows)
     for i in range(0, len(rows), size):
@@ -794,8 +772,7 @@ def accumulate_gradient(loss_of, rows, micro_batch, count):
 
 
 def ppo_update(policy, optimizer, batch, config, loss=ppo_loss):
-    """Phase 4: make what turned out better than expected more probable, and train the values, in
-    epochs x minibatches gradient steps -> means of their stats."""
+    """Phase 4: train policy and values in epochs x minibatches gradient steps -> mean stats."""
     mask, steps = batch["mask"], []
     if config.minibatches > len(mask):
         raise ValueError(f"{config.minibatches} minibatches of only {len(mask)} responses")
@@ -824,15 +801,13 @@ def explained_variance(values, returns, mask):
 
 
 def batch_metrics(batch, config):
-    """What to watch in a batch: means over its responses; entropy and explained_variance are over
-    their tokens.
+    """What to watch in a batch: means over its responses or their tokens.
 
-    In a healthy run of train_ppo.py, score rises; kl climbs to a few nats and stays (if it climbs
-    on, raise kl_coef); entropy falls, but not to 0, where one answer is left (raise kl_coef);
-    eos_rate stays near 1; explained_variance climbs from 0, slowly and with dips. From ppo_update:
-    clip_frac is below 0.01 and ratio_max below 3, except in a few iterations (if often above, lower
-    the learning rate). If kl jumps, or the answers become alike, read them: this may be reward
-    hacking. rlhf_reward is J on the batch, with the penalties subtracted from the score.
+    In a healthy run of train_ppo.py, score rises; kl climbs to a few nats and stays; entropy falls,
+    but not to 0, where one answer is left. If kl climbs on, or entropy nears 0, raise kl_coef.
+    eos_rate stays near 1; explained_variance climbs slowly from 0, with dips. If clip_frac is often
+    above 0.01, or ratio_max above 3, lower the learning rate. If kl jumps, or the answers become
+    alike, read them: this may be reward hacking. rlhf_reward is J on the batch.
     """
     mask, scores, old_logprobs = batch["mask"], batch["scores"], batch["old_logprobs"]
     kl, kl_k3 = kl_per_response(old_logprobs, batch["ref_logprobs"], mask)
@@ -851,8 +826,8 @@ def batch_metrics(batch, config):
 
 
 def trace(batch, row, spell):
-    """One response token by token, as {title: list}: those rows of the header's table that the
-    batch holds. Advantages are those used in the loss. spell: id -> text."""
+    """One response as {title: list}: those rows of the header's table that the batch holds, with
+    the advantages used in the loss. spell: id -> text."""
     x = {name: values[row] for name, values in batch.items()}
     x["kl"] = x["old_logprobs"] - x["ref_logprobs"]
     titles = {"old_logprobs": "log pi", "ref_logprobs": "log ref", "kl": "KL", "rewards": "reward"}
@@ -864,7 +839,7 @@ def trace(batch, row, spell):
 
 
 def table(columns):
-    """{title: texts or numbers} -> lines of text, in columns of 10 characters."""
+    """{title: texts or numbers} -> lines of text."""
     rows = [columns, *zip(*columns.values())]
     cells = [[x if isinstance(x, str) else f"{x:z.2f}" for x in row] for row in rows]  # no -0.00
     return ["".join(f"{cell:>10}" for cell in row) for row in cells]
@@ -874,8 +849,7 @@ LETTERS = [*"abcdefghijklmnopqrstuvwxyz", "<eos>"]
 
 
 def turns_score(tokens, mask):
-    """Vowels and consonants should alternate (<eos> is a consonant): half a point for each change,
-    minus half a point for each repetition. (B, T), (B, T-1) -> (B,)."""
+    """Vowels and consonants should alternate (<eos> is a consonant): (B, T), (B, T-1) -> (B,)."""
     vowel = sum(tokens == LETTERS.index(c) for c in "aeiou")
     turns = vowel[:, 1:] != vowel[:, :-1]  # at t: is token t + 1 of another kind than token t?
     return (torch.where(turns, 0.5, -0.5) * mask).sum(1)
