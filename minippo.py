@@ -4,7 +4,8 @@ RLHF (reinforcement learning from human feedback) teaches a language model to do
 in three stages with a script each. Supervised fine-tuning (SFT, train_sft.py) imitates
 demonstrations. A reward model (train_rm.py) learns which of two answers people prefer, and gives
 each answer a score. PPO (train_ppo.py) raises the scores, but keeps the model close to the SFT
-model. For prompts x and responses y sampled from the policy pi, PPO maximises
+model. For prompts x and responses y (also called answers or completions), which are sampled from
+the policy pi, PPO maximises
 
     J(pi) = E[ score(x, y) ] - beta * KL(pi || ref)
 
@@ -28,6 +29,9 @@ prompts and sampled responses. PPO repeats four phases:
     reference         the SFT model; frozen                               log ref of each token
     reward model      the SFT model with a new head, trained; now frozen  one score per response
 
+A *score* rates a whole response. A *reward* belongs to a token: the penalty on its KL, and for the
+last token the score too.
+
 Shapes: B rows in a batch, T columns, C channels, H attention heads, V tokens in the vocabulary, N
 response tokens (see the mask below).
 
@@ -43,7 +47,7 @@ log pi at index 1 is that of token 2, "sweet". With the prompt "Bees eat", a sco
     mask         .      x      x      x      .              does the action belong to the response?
     log pi       .     -0.50  -1.20  -0.10   .              of the action, when it was sampled
     log ref      .     -1.00  -1.00  -0.30   .              of the action, under the reference
-    KL           .      0.50  -0.20   0.20   .              log pi - log ref, which may be below 0
+    KL           .      0.50  -0.20   0.20   .              log pi - log ref: a sample of the KL
     reward       .     -0.05   0.02   1.38   .              -beta * KL; the last gets the score too
     value        .      0.80   1.00   1.20   .              prediction: sum of the rewards to come
 
@@ -365,7 +369,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
 # zero of the scores is arbitrary. The loss is -log of this probability. For a margin
 # score(a) - score(b) of 2, 0 or -2, it is 0.13, 0.69 or 2.13.
 #
-# Why a model? PPO needs a score for each response as soon as it is sampled, 57,600 in train_ppo.py.
+# Why a model? PPO needs 57,600 scores in train_ppo.py, each as soon as its response is sampled.
 # People label pairs only once. But the responses of PPO differ from the answers in the pairs
 # (*distribution shift*), so their scores may be wrong: too high, for example, for long, flattering
 # or evasive answers. Learning to exploit this is *reward hacking* or *overoptimisation*: the score
@@ -388,12 +392,12 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #
 # SFT is given the token to imitate in every state. Here the policy chooses the tokens, and gets one
 # score at the end (a *sparse reward*). We want to maximise E[score]. A random draw has no gradient,
-# but its probability has. Write p(y) for pi(y | x), the probability of a whole response; from here
+# but its probability does. Write p(y) for pi(y | x), the probability of a whole response; from here
 # on, pi is that of one token.
 #
-#     grad E[score] = grad sum_y p(y) score(y) = sum_y grad p(y) score(y)
-#                   = sum_y p(y) grad log p(y) score(y)         because grad p = p grad log p
-#                   = E[ grad log p(y) score(y) ]               (the log-derivative trick)
+#     grad E[score] = grad sum_y p(y) * score(y) = sum_y grad p(y) * score(y)
+#                   = sum_y p(y) * grad log p(y) * score(y)     because grad p = p * grad log p
+#                   = E[ grad log p(y) * score(y) ]             (the log-derivative trick)
 #
 # This is the *policy gradient*, a mean over samples: each response is made more or less probable,
 # in proportion to its score. As code, it is REINFORCE (Williams, 1992):
@@ -409,20 +413,20 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # The first change: the KL joins the reward. In J, score - beta * (log p - log ref) of the whole
 # response replaces the score. As log p has a gradient too, the product rule gives one more term:
 #
-#     grad J = E[ grad log p (score - beta * (log p - log ref)) ] - beta * E[ grad log p ]
+#     grad J = E[ grad log p * (score - beta * (log p - log ref)) ] - beta * E[ grad log p ]
 #
-# The last term is 0: E[grad log p] = sum_y p grad log p = sum_y grad p = grad 1 = 0. And log p is a
-# sum over the tokens of y, so the KL splits into a reward for each token,
+# The last term is 0: E[grad log p] = sum_y p * grad log p = sum_y grad p = grad 1 = 0. And log p is
+# a sum over the tokens of y, so the KL splits into a reward for each token,
 # -beta * (log pi - log ref). The last token gets the score too.
 #
 # The KL is never negative, and is 0 only if pi and ref agree; a sample of it may be negative. It is
 # not symmetric. KL(pi || ref) is a mean over what pi writes: an answer that ref hardly ever writes
-# costs much, one that pi stops writing costs little. (To drop half of ref's answers costs
+# costs a lot, one that pi stops writing costs little. (To drop half of ref's answers costs
 # log 2 = 0.69 nats. Losing variety like this is called *mode collapse*.) KL(ref || pi), a mean over
 # what ref writes, would keep all of ref's answers, even its mistakes.
 #
 # Three estimates of the KL at one token, where d is log pi - log ref of the sampled token
-# (Schulman, "Approximating KL divergence"):
+# (Schulman, "Approximating KL divergence"). To begin with, k1 is enough:
 #
 #     k1 = d                   on average the KL, but often below 0     used in reward, metric
 #     k2 = d^2 / 2             its gradient is, on average, the KL's    loss, if kl_loss_coef > 0
@@ -463,9 +467,10 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 # *return*: the sum of its own and all later rewards.
 #
 # Why does the KL go into the reward, and not into the loss? A token decides which states come
-# later, and so changes their KL. As a reward, the d of a token is part of its own return and of all
-# earlier ones. As a loss, k2 has the gradient d * grad log pi: each token gets only its own d. And
-# k1 would teach nothing: its gradient is grad log pi, whose mean is 0.
+# later, and so changes their KL. If the KL is a reward, the return of a token contains its own d and
+# those of all later tokens. If k2 is a loss, its gradient is d * grad log pi: each token answers
+# only for its own d. And k1 as a loss would teach nothing: its gradient is grad log pi, whose mean
+# is 0.
 #
 # The third change: a baseline. Any number that does not depend on the action may be subtracted from
 # the return: on average this changes nothing, because E[grad log pi] = 0. (Without a baseline,
@@ -496,7 +501,7 @@ def gae(rewards, values, mask, gamma, lam):
 
     With gamma below 1, later rewards count less. For text, gamma = 1 is usual: a long answer is
     worth no less than a short one. No reward follows the last action, so the value after it counts
-    as 0, even if the length limit cut the response off.
+    as 0, even if the length limit cut the response off: the score is paid by then.
     """
     check_mask(mask, rewards, values)
     rewards, values = torch.where(mask, rewards, 0.0), torch.where(mask, values, 0.0)
@@ -515,10 +520,10 @@ def whiten(x, mask):
     """Shift and scale x, (B, T-1), to mean 0 and standard deviation 1 over the mask; 0 elsewhere.
     If all numbers are equal, up to rounding, they become 0.
 
-    Whitened advantages, and so the gradient of the policy loss, stay the same if scores, beta and
-    values are multiplied by 10. The mean acts as one more baseline. Whitening hides the size of the
-    advantages: a batch of nearly equal responses is scaled up, noise included. Returns are never
-    whitened: the values must learn their true size.
+    So one learning rate suits rewards of any scale: if scores, beta and values are multiplied by
+    10, the whitened advantages stay the same. The mean acts as one more baseline. Whitening hides
+    the size of the advantages: a batch of nearly equal responses is scaled up, noise included.
+    Returns are never whitened: the values must learn their true size.
     """
     check_mask(mask, x)
     selected = x[mask]
@@ -536,7 +541,7 @@ def whiten(x, mask):
 #     E_old[ratio * A] = sum_a old(a) (pi(a) / old(a)) A(a) = E_pi[A]
 #
 # (The states are not corrected: they are those that old reached.) The gradient of ratio * A is
-# ratio * A * grad log pi, because grad pi = pi grad log pi. At ratio 1, where an update begins,
+# ratio * A * grad log pi, because grad pi = pi * grad log pi. At ratio 1, where an update begins,
 # this is the policy gradient. Far from 1, a few large ratios dominate. So PPO clips the ratio.
 #
 # Do not confuse the old policy with the reference, the frozen SFT model. The ratio compares pi with
@@ -569,8 +574,8 @@ def whiten(x, mask):
 #     A < 0       0                          ratio * A * grad log pi    ratio * A * grad log pi
 #
 # A single step can still carry a ratio out of the range. By default each batch gets one pass of
-# four steps, so the clip hardly acts. But without it and the value clip (below), four passes ruin
-# the policy (RESULTS.md).
+# four steps, so the clip hardly acts. But with neither it nor the value clip (below), four passes
+# ruin the policy (RESULTS.md).
 #
 # The loss is a mean over tokens, where the derivation has a sum for each response. The factor
 # between the two, the mean length of a response, hardly changes from batch to batch.
@@ -589,6 +594,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
     return loss, {
         "policy_loss": loss.item(),
         "approx_kl": (ratio - 1 - log_ratio).mean().item(),  # k3 of KL(old || pi)
+        # With or without a gradient
         "clip_frac": ((ratio - 1).abs() > clip_eps).float().mean().item(),
         "ratio_max": ratio.max().item(),
     }
@@ -599,7 +605,8 @@ def value_loss(values, old_values, returns, mask, clip):
 
     Published code usually clips the values too, so that they do not follow one noisy batch too far.
     The loss is the larger of two errors: that of the value, and that of the value moved by at most
-    `clip`. (Of gains PPO takes the smaller, so of losses the larger.) The first value of the
+    `clip`. (The policy loss takes the smaller of two gains; likewise,
+    this takes the larger of two losses.) The first value of the
     header, 0.80, should become 1.35. If it moves to 1.10, its error is 0.03. With clip 0.2 it may
     move to 1.00, where the error is 0.06. So 0.06 counts, and has no gradient.
     """

@@ -152,7 +152,8 @@ class Run:
         """
         self.validate, self.val_rows = validate, by_length(val_rows)
         self.began = time.perf_counter() - self.seconds
-        self.shown, self.saved, self.saving = self.began, -math.inf, 0.0  # the first step is saved
+        self.shown = self.saved = -math.inf  # the first step is shown and saved
+        self.saving = 0.0
         self.interrupted, self.warned = False, set()
         handlers = {x: signal.signal(x, self.interrupt) for x in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -208,8 +209,9 @@ class Run:
             self.shown = now
             numbers = "  ".join(f"{name} {stats[name]:.3g}" for name in show if name in stats)
             left = clock(self.seconds / self.step * (self.config.steps - self.step))
-            step = f"step {self.step:>4}/{self.config.steps}"
-            print(f"{step}  {numbers}  {clock(self.seconds)}, {left} left", flush=True)
+            step = "iteration" if self.kind == "ppo" else "step"
+            place = f"{step} {self.step:>4}/{self.config.steps}"
+            print(f"{place}  {numbers}  {clock(self.seconds)}, {left} left", flush=True)
 
     def write_log(self, line):
         """Log this step. Lines after the last save are dropped: those steps are made again."""

@@ -51,5 +51,5 @@ def test_make_run_resumes_each_stage():
 
 
 def test_minippo_says_how_many_responses_are_sampled():
-    sampled = f"{LoopConfig.steps * LoopConfig.batch_size:,} in train_ppo.py"
+    sampled = f"{LoopConfig.steps * LoopConfig.batch_size:,} scores in train_ppo.py"
     assert sampled in CODE.replace("\n#", "")

@@ -256,6 +256,7 @@ def test_screen_and_log_show_steps_and_time_and_go_on(tmp_path, capsys, clock):
     assert it.best_loss == 0.25
     timed(clock, [60], it)
     assert capsys.readouterr().out.splitlines() == [
+        "step    1/8  loss 0.5  0:01, 0:07 left",
         "step    4/8  loss 0.5  val_loss 0.25  0:04, 0:04 left",
         "step    7/8  loss 0.5  0:09, 0:01 left",
         "step    8/8  loss 0.5  val_loss 0.25  1:09, 0:00 left",

@@ -8,7 +8,7 @@ which learns from pairs, has its own loop.)
 
 The *expected step* of a loss is a step of plain gradient descent, on the sum over the tokens
 instead of their mean, averaged over all responses that could have been sampled.
-tests/test_variations.py computes that of REINFORCE and of RLOO, to 1e-9.
+For REINFORCE and RLOO it is the gradient of J: tests/test_variations.py checks it, to 1e-9.
 """
 
 from dataclasses import dataclass

@@ -25,7 +25,8 @@ class Settings(GroupConfig):
 
 
 def compute_advantages(batch, config):
-    rewards, k = response_rewards(batch, config).view(-1, config.k), config.k  # (B / k, k): groups
+    k = config.k
+    rewards = response_rewards(batch, config).view(-1, k)  # (B / k, k): groups
     others = (rewards.sum(1, keepdim=True) - rewards) / (k - 1)
     return {"advantages": (rewards - others).view(-1, 1) * batch["mask"]}  # (B, T-1)
 
