@@ -19,7 +19,7 @@ from minippo import evaluate_actions, generate, table, trace
 from plumbing.hf import read_gpt2
 from plumbing.models import load_checkpoint, load_models
 from plumbing.page import likely_tokens
-from plumbing.settings import models_of, read_flags, script
+from plumbing.settings import models_folder, read_flags, script
 
 
 @dataclass
@@ -72,7 +72,7 @@ def main():
     if config.trace and Path(path).is_dir():
         raise UserError(f"{path}: --trace needs a checkpoint, such as out/ppo.pt")
     if config.trace:
-        config.models = models_of(config, Path(path).parent)
+        config.models = models_folder(config, Path(path).parent)
         config.policy, config.device = path, "cpu"
         policy, ref, score, tokenizer = load_models(config)
     else:

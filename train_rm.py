@@ -39,7 +39,7 @@ def train():
     pairs = read_ids(config.data, "pref", "train", tokenizer, sft.config.context)
     val_pairs = read_ids(config.data, "pref", "val", tokenizer, sft.config.context)
     prompts = read_prompts(config.data, "train", tokenizer, sft.config.context)
-    model = RewardModel(sft)
+    model = RewardModel(sft).to(config.device)
     config.limit_steps(len(pairs))
     optimizer, schedule = adam(model, config)
     run = Run("rm", config, model, tokenizer, optimizer, schedule, data=(pairs, val_pairs, prompts))

@@ -86,12 +86,12 @@ def prepare(config):
     config.data, config.out = Path(config.data), Path(config.out)
     config.out.mkdir(parents=True, exist_ok=True)
     if hasattr(config, "models"):
-        config.models = models_of(config, config.out)
+        config.models = models_folder(config, config.out)
     config.device = device_of(config)
     torch.manual_seed(config.seed)
 
 
-def models_of(config, folder):
+def models_folder(config, folder):
     """The folder of sft.pt: --models, or, if that is empty, this folder or the one above it."""
     beside = folder if (folder / "sft.pt").exists() else folder.parent
     return Path(config.models or beside)

@@ -19,7 +19,7 @@ from minippo import response_mask
 # How GPT-2 cuts text into words before any merging; no token ever spans two of these. (999: tiktoken
 # fails at a million spaces.)
 WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s{1,999}(?!\S)|\s{1,999}"
-LONGEST_TOKEN = 64  # characters
+LONGEST_WORD = 64  # characters
 
 
 def join_pairs(pieces, new):
@@ -61,9 +61,9 @@ class Tokenizer:
     @classmethod
     def train(cls, texts, vocab_size):
         """Learn a vocabulary of at most `vocab_size` ids, fewer when the texts have no pair left
-        that occurs twice. Words longer than LONGEST_TOKEN are left out."""
+        that occurs twice. Words longer than LONGEST_WORD are left out."""
         words = Counter(word for text in texts for word in regex.findall(WORDS, text))
-        words = {word: n for word, n in words.items() if len(word) <= LONGEST_TOKEN}
+        words = {word: n for word, n in words.items() if len(word) <= LONGEST_WORD}
         pieces = {word: [bytes([b]) for b in word.encode(errors="replace")] for word in words}
         pairs = Counter()  # bytes of two neighbours joined: how often
         where = defaultdict(set)  # and in which words

@@ -51,7 +51,7 @@ def test_every_command_line_of_a_table_parses(name, tmp_path, monkeypatch):
         assert ("/sums/" in error) == (name == "sums")
 
 
-@pytest.mark.parametrize("name", ["pictures", "pretrained", "speed", "tables"])
+@pytest.mark.parametrize("name", ["critic", "pictures", "pretrained", "speed", "tables"])
 def test_each_program_has_help(name):
     if name == "pretrained":
         pytest.importorskip("transformers")

@@ -118,6 +118,7 @@ def test_trl_is_told_what_our_flags_mean(made, tmp_path, monkeypatch):
     for wrong, says in (
         ("--policy x", "leave them out"),
         ("--micro_batch 1", "leave them out"),
+        ("--resume", "leave them out"),
         ("--batch_size 6", "--batch_size 6: should be a multiple of --k 4 "),
         ("--minibatches 16", " x processes, 16"),
     ):

@@ -180,7 +180,7 @@ def test_a_run_is_overwritten_on_request_alone(tmp_path, capsys):
         begin(tmp_path, resume=True).load_best()
 
 
-def test_a_missing_report_is_made(tmp_path):
+def test_a_run_without_its_report_is_not_finished(tmp_path):
     (tmp_path / "ppo_traces.jsonl").touch()  # of an earlier run
     begin(tmp_path, "ppo").finish()
     assert not (tmp_path / "ppo_traces.jsonl").exists()

@@ -271,6 +271,21 @@ def test_the_defaults_are_those_that_were_measured():
     ]
 
 
+def test_every_weight_is_on_the_device_of_the_run(made, tmp_path, monkeypatch):
+    def stop(model, config):
+        models.append(model)
+        raise KeyboardInterrupt
+
+    models, folders = [], ["--data", made / "data", "--out", tmp_path]
+    monkeypatch.setattr("plumbing.settings.device_of", lambda _: "meta")
+    monkeypatch.setattr("plumbing.run.adam", stop)
+    assert run("train_sft.py", *folders)[0] == 130
+    for script in "train_rm.py", "train_ppo.py", "variations/dpo.py":
+        assert run(script, *folders, "--models", made)[0] == 130
+    assert all(x.is_meta for model in models for x in model.state_dict().values())
+    assert len(models) == 4
+
+
 def test_the_default_data_are_made_once_and_no_other(tmp_path, monkeypatch):
     folders = []
     monkeypatch.setattr(data.zoo, "write_data", lambda folder: folders.append(write_data(folder)))
