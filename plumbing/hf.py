@@ -59,8 +59,8 @@ def read_vocabulary(theirs):
 
 
 @torch.no_grad()
-def read_gpt2(source, bfloat16=False):
-    """A name (gpt2, gpt2-medium, gpt2-large, gpt2-xl) or a local folder -> GPT, Tokenizer."""
+def read_gpt2(source):
+    """A name or a local folder -> GPT, Tokenizer."""
     transformers = import_transformers()
     if not Path(source).is_dir():
         transformers.logging.enable_progress_bar()  # of a download
@@ -72,7 +72,7 @@ def read_gpt2(source, bfloat16=False):
         c = theirs.config
         model = GPT(GPTConfig(c.vocab_size, c.n_positions, c.n_layer, c.n_head, c.n_embd))
         copy_trunk(theirs.transformer, model.trunk)
-        tokens = torch.randint(c.vocab_size, (1, min(9, c.n_positions)))
+        tokens = torch.randint(c.vocab_size, (1, 9))
         gap = (theirs.eval()(tokens).logits - model(tokens)[0]).abs().max()
         if info["missing_keys"] or tokenizer.vocab_size != c.vocab_size or not gap <= 0.1:
             raise ValueError(f"weights or tokens are missing, or its logits are {gap:.2g} off")
@@ -80,12 +80,11 @@ def read_gpt2(source, bfloat16=False):
         reason = f"{type(error).__name__}: {error}".partition("\n")[0][:140]
         hint = "give gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a folder with such a model"
         raise UserError(f"{source}: could not be read ({reason}); {hint}")
-    model.config.bfloat16 = bfloat16  # not in the comparison
     return model, tokenizer
 
 
 def write_tokenizer(tokenizer, folder, context, scorer):
-    """tokenizer.json and its settings; for a reward model with an end token and padding."""
+    """tokenizer.json and its settings. scorer: of a reward model."""
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -97,7 +97,8 @@ def new_model(config, rows):
     if shape != GPTConfig(bfloat16=shape.bfloat16):
         raise UserError("--init brings its own size and vocabulary: leave out flags for them")
     print(f"reading the weights and the vocabulary of {config.init}", flush=True)
-    model, tokenizer = read_gpt2(config.init, shape.bfloat16)
+    model, tokenizer = read_gpt2(config.init)
+    model.config.bfloat16 = shape.bfloat16
     return model.to(config.device), tokenizer
 
 
@@ -136,8 +137,8 @@ def load_descendant(config, path, kinds):
 
 def add_critic(policy, reward_model):
     """Give the policy, in place, its own value network, which starts as the reward model (as in
-    InstructGPT). One from an earlier round is kept."""
-    if policy.value_trunk is not None:
+    InstructGPT)."""
+    if policy.value_trunk is not None:  # from an earlier round
         return
     if reward_model is None:
         raise UserError("--separate_critic starts from the reward model: leave out --reward")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from data.files import printable, read_log, write_file
+from data.files import printable, read_log, write_file, write_jsonl
 from minippo import at_least_float32, evaluate_actions, kl_per_response, trace
 from plumbing.text import in_parts, texts_of
 
@@ -94,28 +94,27 @@ def watch(run, stats, batch):
         models = *run.models_before, run.model
         responses = trace_responses(batch, models, run.tokenizer, config.temperature)
         lines.append(json_safe({"step": step, "responses": responses}))
-        write_file(path, "".join(json.dumps(line) + "\n" for line in lines))
-    # PPO sees none of these grades
+        write_jsonl(path, lines)
     return {"judge": sum(map(run.judge, *texts)) / len(kl)} if run.judge else {}
 
 
-def write_page(out, models, settings, report=None):
-    """Write out/report.html from the logs and the traces in the folder `out`, the logs of stages 1
-    and 2 in `models`, and the report, if there is one -> its path."""
+def write_page(run, report=None):
+    """Write out/report.html from logs, traces and the report, if there is one -> its path."""
+    out, models = run.config.out, run.config.models
     folders = {"sft": models, "rm": models, "ppo": out}
     logs = {name: read_log(folder / f"{name}.jsonl") for name, folder in folders.items()}
     data = {
         "steps": len(logs["ppo"]),
-        "settings": settings,
+        "settings": run.settings,
         "traces": read_log(out / "ppo_traces.jsonl"),
         "report": report,
         "curves": {name: curves(rows) for name, rows in logs.items()},
     }
-    before, after = Path(__file__).with_suffix(".html").read_text(encoding="utf-8").split("@data@")
+    page = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     # In JSON a "<" can only be part of a string. Escaped like this, no text can end the <script>
     # that holds it.
     text = json.dumps(json_safe(data, 5)).replace("<", "\\u003c")
-    write_file(out / "report.html", before + text + after)
+    write_file(out / "report.html", page.replace("@data@", text))
     return out / "report.html"
 
 

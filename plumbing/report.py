@@ -18,7 +18,7 @@ from data.truth import judge_of, margins, surprisals
 from minippo import draw, evaluate_actions, gather_logprobs, generate, kl_per_response, rollout
 from minippo import row_lengths
 from plumbing.models import load_sft, nll
-from plumbing.page import json_safe
+from plumbing.page import json_safe, write_page
 from plumbing.text import completion_tokens, encode_rows, in_parts, pad_completions
 from plumbing.text import read_prompts, texts_of
 
@@ -197,7 +197,7 @@ def report(run, score, trained_on):
         for label, cells in figures["table"].items():
             print(label.ljust(15) + "".join(cell.rjust(17) for cell in cells))
         print("", *figures["notes"], sep="\n")
-    print(f"open {run.write_page(figures)} in a browser to see the run")
+    print(f"open {write_page(run, figures)} in a browser to see the run")
 
 
 def make_report(run, score, trained_on, prompts):

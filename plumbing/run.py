@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from data.files import UserError, read_log, write_file
+from data.files import UserError, read_log, write_jsonl
 from data.truth import judge_of
 from minippo import frozen_copy
 from plumbing.models import read_contents, save_checkpoint, sources, write_contents
@@ -47,9 +47,8 @@ class FitConfig:
 
 
 def adam(model, config):
-    """Adam, and the schedule of its learning rates: a linear climb to their peak in config.warmup
-    steps, a tenth of all at most, then a straight fall to 0. A value head on the policy's trunk,
-    which has far to go, learns 30 times as fast as the rest."""
+    """Adam, and the schedule of its learning rates. A value head on the policy's trunk, which has
+    far to go, learns 30 times as fast as the rest."""
     head, rest = [], []
     for name, parameter in model.named_parameters():
         on_trunk = name.startswith("value_head") and model.value_trunk is None
@@ -67,9 +66,7 @@ def adam(model, config):
 
 class Run:
     """The steps of a run, one after the other, even if it is interrupted. kind: "sft", "rm" or
-    "ppo". data: nested lists. A resumed run needs the same data and the same settings. ref: the
-    reference of PPO, saved too if it moves.
-    """
+    "ppo". data: nested lists. ref: the reference of PPO, saved too if it moves."""
 
     def __init__(self, kind, config, model, tokenizer, optimizer, schedule, data, ref=None):
         self.kind, self.config, self.model, self.tokenizer = kind, config, model, tokenizer
@@ -78,10 +75,9 @@ class Run:
         if getattr(config, "ref_update_every", 0):
             self.stateful["ref"] = ref
         self.judge = judge_of(config.data) if kind == "ppo" else None
-        contents = repr((data, tokenizer.tokens)).encode(errors="replace")
+        contents = repr((data, tokenizer.tokens)).encode()
         self.sources = {"data": hashlib.sha256(contents).hexdigest()[:16]} | sources(config)
-        free = MAY_CHANGE.split()
-        self.settings = {name: x for name, x in vars(config).items() if name not in free}
+        self.settings = {x: y for x, y in vars(config).items() if x not in MAY_CHANGE.split()}
         self.settings |= self.sources
         self.state_path, self.log_path, self.path, self.best_path = (
             config.out / f"{kind}{end}" for end in ("_state.pt", ".jsonl", ".pt", "_best.pt")
@@ -112,8 +108,6 @@ class Run:
         contents |= {name: getattr(self, name) for name in self.SAVED}
         contents |= {"kind": "state", "kl_coef": getattr(self.config, "kl_coef", None)}
         contents["random"] = torch.get_rng_state()
-        if torch.cuda.is_available():
-            contents["cuda"] = torch.cuda.get_rng_state()
         write_contents(self.state_path, contents)
         self.saved = time.perf_counter()
         self.saving = self.saved - start
@@ -135,8 +129,6 @@ class Run:
         if self.kind == "ppo":
             self.config.kl_coef = contents["kl_coef"]  # it may have been adapted
         torch.set_rng_state(contents["random"])
-        if torch.cuda.is_available() and "cuda" in contents:
-            torch.cuda.set_rng_state(contents["cuda"])
         config = self.config
         reported = self.kind != "ppo" or config.no_report or (config.out / "report.json").exists()
         if self.done and reported and self.path.exists():
@@ -204,7 +196,7 @@ class Run:
         if last or now - self.saved > max(SAVE_SECONDS, 20 * self.saving):
             self.save()
             if self.kind == "ppo":
-                self.write_page()
+                write_page(self)
         if last or now - self.shown > SHOW_SECONDS or "val_loss" in stats:
             self.shown = now
             numbers = "  ".join(f"{name} {stats[name]:.3g}" for name in show if name in stats)
@@ -217,7 +209,7 @@ class Run:
         """Log this step. Lines after the last save are dropped: those steps are made again."""
         if self.log is None:  # from here on the files of an earlier run are overwritten
             lines = [x for x in read_log(self.log_path) if x["step"] < self.step]
-            write_file(self.log_path, "".join(json.dumps(x) + "\n" for x in lines))
+            write_jsonl(self.log_path, lines)
             self.log = open(self.log_path, "a", buffering=1)  # lines are written at once
             if self.step == 1:  # they must not be mistaken for this run's
                 self.state_path.unlink(missing_ok=True)
@@ -228,9 +220,6 @@ class Run:
             if isinstance(x, int | float):
                 self.board.add_scalar(f"{self.kind}/{name}", x, line["step"])
 
-    def write_page(self, report=None):
-        return write_page(self.config.out, self.config.models, self.settings, report)
-
     def validated(self):
         """The figures of a validation, if it is time for one. The best weights so far are kept."""
         step, count = self.step, self.config.steps
@@ -239,8 +228,6 @@ class Run:
         rows = spread_over(self.val_rows, VALIDATED)
         figures = self.validate(self.model.eval(), rows, self.config.micro_batch)
         self.model.train()
-        if not math.isfinite(figures["val_loss"]):
-            raise FloatingPointError(f"step {step}: the validation loss is {figures['val_loss']}")
         if figures["val_loss"] <= self.best_loss:
             self.best_loss = figures["val_loss"]
             save_checkpoint(self.best_path, self.kind, self.model, self.tokenizer)

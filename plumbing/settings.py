@@ -16,8 +16,8 @@ from data.files import UserError, printable
 
 @dataclass
 class RunConfig:
-    data: str = "data/zoo"  # folder with the JSON-lines files (docs/using.md says which)
-    out: str = "out"  # folder for checkpoints and metrics
+    data: Path = Path("data/zoo")  # folder with the JSON-lines files (docs/using.md says which)
+    out: Path = Path("out")  # folder for checkpoints and metrics
     device: str = "auto"  # auto, cpu or cuda
     seed: int = 0  # random seed; on a CPU, the same seed reproduces a run
     resume: bool = False  # go on where an interrupted run stopped
@@ -36,13 +36,13 @@ def read_flags(doc, *classes, run=True, positional="", **defaults):
 
     Each field is a flag, `--name value`, and the comment behind the field is its help text; a bool
     that is true by default is `--no_name`. No number may be below 0, and no integer below 1 unless
-    its default is 0. `defaults` replaces defaults. `positional` names the arguments that are not
-    flags; then a list of them is returned too, second.
+    its default is 0. `positional` names the arguments that are not flags; then a list of them is
+    returned too, second.
     """
     bases = (*classes, RunConfig) if run else classes
     settings = dataclasses.make_dataclass("Settings", [], bases=bases)
-    name, form = Path(sys.argv[0]).name, argparse.RawDescriptionHelpFormatter
-    parser = Parser(prog=name, description=doc, formatter_class=form, allow_abbrev=False)
+    form = argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=doc, formatter_class=form, allow_abbrev=False)
     fields, texts = dataclasses.fields(settings), explanations(settings)
     for field in fields:
         default = defaults.get(field.name, field.default)
@@ -80,10 +80,9 @@ def explanations(settings):
 
 
 def prepare(config):
-    """The folders as paths, the device, the seed."""
+    """The folders, the device, the seed."""
     if config.resume and config.overwrite:
         raise UserError("--resume continues a run, --overwrite starts over: give one of them")
-    config.data, config.out = Path(config.data), Path(config.out)
     config.out.mkdir(parents=True, exist_ok=True)
     if hasattr(config, "models"):
         config.models = models_folder(config, config.out)
@@ -132,7 +131,7 @@ def script(main):
 
 def explain(error):
     """One line for the user; nothing for an error that the user cannot put right."""
-    text = (str(error).splitlines() or [""])[0]
+    text = str(error).partition("\n")[0]
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, ModuleNotFoundError):

@@ -127,10 +127,10 @@ def test_a_first_model_is_new_or_a_gpt2(monkeypatch):
     model, tokenizer = new_model(config, [("ab", "ab")])
     assert model.config == GPTConfig(258, 16, 1, 2, 8, True) and tokenizer.vocab_size == 258
     assert model.lm_head.weight.is_meta
-    monkeypatch.setattr("plumbing.hf.read_gpt2", lambda *x: (torch.nn.Linear(1, 1), x))
+    monkeypatch.setattr("plumbing.hf.read_gpt2", lambda x: (GPT(GPTConfig(9, 9, 1, 1, 4)), x))
     config = SimpleNamespace(**vars(GPTConfig(bfloat16=True)), init="gpt2", device="meta")
     model, read = new_model(config, [])
-    assert read == ("gpt2", True) and model.weight.is_meta
+    assert read == "gpt2" and model.trunk.config.bfloat16 and model.lm_head.weight.is_meta
     config.context = 64
     with pytest.raises(UserError, match="--init brings its own size"):
         new_model(config, [])

@@ -4,13 +4,15 @@ import json
 import math
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
 import minippo
 from cli import ROOT
 from data.files import read_log, write_jsonl
-from plumbing.page import json_safe, write_page
+from plumbing import page as module
+from plumbing.page import json_safe
 from tiny import inf, nan, random_batch
 
 ODD = "Who?</script><img src=x>\n\x07\u202e\ud800"
@@ -60,6 +62,11 @@ def folder(tmp_path):
     for name, rows in {"sft": sft, "rm": rm, "ppo": ppo, "ppo_traces": traces}.items():
         write_jsonl(tmp_path / f"{name}.jsonl", rows)
     return tmp_path
+
+
+def write_page(out, models, settings, *report):
+    config = SimpleNamespace(out=out, models=models)
+    return module.write_page(SimpleNamespace(config=config, settings=settings), *report)
 
 
 def data_in_page(*arguments):

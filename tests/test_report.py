@@ -140,7 +140,7 @@ def test_the_report_holds_what_ruler_and_truth_say(tmp_path, monkeypatch, capsys
     vars(config).update(data=data, models=tmp_path, out=tmp_path, device="cpu", seed=3)
     policy, _, score, tokenizer = load_models(config)
     run, pages = SimpleNamespace(config=config, model=stir(policy, 0.02), tokenizer=tokenizer), []
-    run.write_page = lambda figures: pages.append(figures) or "page"
+    monkeypatch.setattr(report, "write_page", lambda _, x: pages.append(x) or "page")
     train, val = (read_prompts(data, x, tokenizer, 48) for x in ("train", "val"))
     report.report(run, score, train)
     printed, written = capsys.readouterr().out, json.loads(path.read_text())

@@ -16,7 +16,7 @@ from plumbing import models, run as run_module
 from plumbing.run import Run, adam
 from plumbing.settings import RunConfig
 from plumbing.text import Tokenizer
-from tiny import inf, nan
+from tiny import nan
 
 # A run that is stopped and resumed ends in the same files as one that is left alone.
 
@@ -241,10 +241,9 @@ def test_state_and_page_are_written_now_and_then(tmp_path, monkeypatch, clock):
     monkeypatch.setattr(run_module, "write_contents", slow_at_first)
     monkeypatch.setattr(run_module, "watch", lambda *x: {"judge": 1.5} if x[0] is it else x)
     monkeypatch.setattr(run_module, "write_page", lambda *x: pages.append((it.step, *x)))
-    it.config.models = tmp_path
     saves = timed(clock, [10] * 13, it)
     assert saves == [1, 8, 12, 13]
-    assert pages == [(step, tmp_path, tmp_path, it.settings, None) for step in saves]
+    assert pages == [(step, it) for step in saves]
     assert {line["judge"] for line in metrics(it.log_path)} == {1.5}
 
 
@@ -278,7 +277,7 @@ def test_tensorboard_has_each_number_at_its_step(tmp_path, clock):
 
 def test_ten_validations_find_the_best_weights(tmp_path):
     it, calls = begin(tmp_path, steps=25), []
-    losses = iter([5.0, 3.0, 3.0, *[9.0] * 7, 1.0, inf])
+    losses = iter([5.0, 3.0, 3.0, *[9.0] * 6, nan, 1.0])
 
     def validate(model, rows, size):
         assert not model.training and rows == sorted(rows) and size == 7
@@ -292,5 +291,3 @@ def test_ten_validations_find_the_best_weights(tmp_path):
     assert calls == [(step, 834) for step in (3, 5, 8, 10, 13, 15, 18, 20, 23, 25)]
     assert it.load_best() == {"val_loss": 1.0} and calls[-1] == (25, 2500)
     assert it.model.mean == 8 and not it.model.training
-    with pytest.raises(FloatingPointError, match="step 25: .* is inf"):
-        it.validated()

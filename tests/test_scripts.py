@@ -5,6 +5,7 @@ import math
 import re
 import shlex
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -264,7 +265,7 @@ def test_so_do_a_critic_and_rloo(made, tmp_path, script, flags, stage, algorithm
 def test_the_defaults_are_those_that_were_measured():
     stages = RunConfig, train_sft.TrainConfig, train_rm.TrainConfig, train_ppo.LoopConfig
     assert [[*vars(stage()).values()] for stage in stages] == [
-        ["data/zoo", "out", "auto", 0, False, False, False],
+        [Path("data/zoo"), Path("out"), "auto", 0, False, False, False],
         [1300, 12, 64, 16, 0.003, 20, 1.0, 1024, 128, 4, 4, 96, False, ""],
         [1950, 2, 64, 16, 0.001, 20, 1.0, 48, ""],
         [450, 128, 0.0008, 5, 0.0001, "", "", "", False, 0.0, 0],
