@@ -33,7 +33,7 @@ def sft_loss(model, rows):
     return loss, {"loss": loss.item()}
 
 
-@script
+@script  # a user's mistake ends it in one line
 def train():
     config = read_flags(__doc__, TrainConfig)
     if config.data == Path("data/zoo") and not config.data.exists():
@@ -41,7 +41,7 @@ def train():
         write_data(config.data)
     texts = read_rows(config.data, "sft", "train")
     model, tokenizer = new_model(config, texts)
-    rows = encode_rows(texts, tokenizer, model.config.context)
+    rows = encode_rows(texts, tokenizer, model.config.context)  # ids, with end tokens
     val_rows = read_ids(config.data, "sft", "val", tokenizer, model.config.context)
     config.limit_steps(len(rows))  # at most config.epochs passes over the rows
     optimizer, schedule = adam(model, config)
