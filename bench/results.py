@@ -107,7 +107,7 @@ def models_folder(task, seed):
 
 def job(task, out, seed, *lines):
     data = RUNS / "sums" / "data" if task == "sums" else ZOO
-    same = "--data", data, "--seed", seed, "--overwrite"
+    same = "--data", data, "--seed", seed, "--device", "cpu", "--overwrite"
     return out, [[*map(str, (*words, *same))] for words in lines]
 
 

@@ -41,7 +41,7 @@ def scores(tokens, mask, config):
 
 
 @functools.cache
-@torch.random.fork_rng()  # so that a resumed run draws the same random numbers
+@torch.random.fork_rng(devices=[])  # so that a resumed run draws the same random numbers
 def members(folder, device):
     """The reward models of folder/ensemble; UserError if there are none, or of another SFT
     model."""

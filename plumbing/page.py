@@ -24,7 +24,7 @@ def likely_tokens(models, tokens, mask, temperature, spell):
     probability by each model] for each action."""
     hidden = [model.hidden(tokens[None, :-1])[0][0, mask] for model in models]  # (N, C) each
     logits = [at_least_float32(x.lm_head(h)) / temperature for x, h in zip(models, hidden)]
-    chances = torch.stack(logits, -1).softmax(1)  # (N, V, models)
+    chances = torch.stack(logits, -1).softmax(1).cpu()  # (N, V, models)
     likely = chances[:, :, 0].topk(LIKELY).indices.tolist()
     actions = tokens[1:][mask].tolist()
     return [

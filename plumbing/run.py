@@ -108,6 +108,8 @@ class Run:
         contents |= {name: getattr(self, name) for name in self.SAVED}
         contents |= {"kind": "state", "kl_coef": getattr(self.config, "kl_coef", None)}
         contents["random"] = torch.get_rng_state()
+        if self.config.device.startswith("cuda"):
+            contents["cuda"] = torch.cuda.get_rng_state(self.config.device)
         write_contents(self.state_path, contents)
         self.saved = time.perf_counter()
         self.saving = self.saved - start
@@ -129,6 +131,8 @@ class Run:
         if self.kind == "ppo":
             self.config.kl_coef = contents["kl_coef"]  # it may have been adapted
         torch.set_rng_state(contents["random"])
+        if self.config.device.startswith("cuda") and "cuda" in contents:
+            torch.cuda.set_rng_state(contents["cuda"], self.config.device)
         config = self.config
         reported = self.kind != "ppo" or config.no_report or (config.out / "report.json").exists()
         if self.done and reported and self.path.exists():

@@ -88,6 +88,7 @@ def prepare(config):
         config.models = models_folder(config, config.out)
     config.device = device_of(config)
     torch.manual_seed(config.seed)
+    torch.set_float32_matmul_precision("highest")  # some containers switch to TF32, too coarse
 
 
 def models_folder(config, folder):

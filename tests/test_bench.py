@@ -43,7 +43,7 @@ def test_every_command_line_of_a_table_parses(name, tmp_path, monkeypatch):
         assert ("--steps 200 " in " ".join(jobs[out][0])) == (name in SHORT)
         assert f"--policy {out}/ppo.pt" in " ".join(jobs[out][1])
     for words in {tuple(words) for out in jobs if out.name == "1" for words in jobs[out]}:
-        assert "--seed 1 " in " ".join(words)
+        assert "--seed 1 --device cpu " in " ".join(words)
         script, *flags = words[words[0] == "-m" :]
         status, _, error = run(script.removesuffix(".py").replace(".", "/") + ".py", *flags)
         missing = "sft_train.jsonl" if script == "train_sft.py" else "sft.pt"

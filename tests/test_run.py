@@ -146,8 +146,8 @@ def test_a_run_goes_on_with_the_same_settings_alone(begun, tmp_path, monkeypatch
 
 def begin(out, kind="rm", **more):
     """-> a Run of a tiny reward model."""
-    settings = vars(RunConfig(out, out)) | {"steps": 10, "lr": 0.5, "warmup": 2, "micro_batch": 7}
-    config = SimpleNamespace(**settings | {"no_report": False} | more)
+    more = {"steps": 10, "lr": 0.5, "warmup": 2, "micro_batch": 7, "no_report": False} | more
+    config = SimpleNamespace(**vars(RunConfig(out, out, "cpu")) | more)
     model = RewardModel(GPT(GPTConfig(257, 4, 1, 1, 4)))
     return Run(kind, config, model, Tokenizer.train([], 257), *adam(model, config), data=[])
 
@@ -203,6 +203,17 @@ def test_an_earlier_run_is_there_until_the_first_step(tmp_path):
     it.save = lambda: None  # killed before its first save
     it.end_step({})
     assert not it.state_path.exists() and len(metrics(it.log_path)) == 1
+
+
+def test_a_gpu_goes_on_with_its_random_numbers(tmp_path, monkeypatch):
+    state, restored = torch.arange(3).byte(), []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", {"cuda": state}.get)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *x: restored.append(x))
+    begin(tmp_path, device="cuda").save()
+    for device in "cpu", "cuda":
+        begin(tmp_path, device=device, resume=True)
+    ((x, device),) = restored
+    assert device == "cuda" and torch.equal(x, state)
 
 
 @pytest.fixture

@@ -164,10 +164,12 @@ def test_flags_are_the_fields_of_dataclasses(capsys):
 def test_a_run_has_folders_a_device_and_a_seed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = "--seed 7 --out new/er"
+    torch.set_float32_matmul_precision("high")
     for there, more, device in ((1, "", "cuda"), (1, " --device cpu", "cpu"), (0, "", "cpu")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
         config = read(flags + more, Example)
         assert config.device == device and torch.initial_seed() == 7
+    assert torch.get_float32_matmul_precision() == "highest"
     assert (config.data, config.out) == (Path("data/zoo"), Path("new/er")) and config.out.is_dir()
     assert config.models == Path("new")
     for folder in ("new/er", "new"):

@@ -34,7 +34,7 @@ def loss(policy, batch, config):
 
 
 @functools.cache
-@torch.random.fork_rng()  # so that a resumed run draws the same random numbers
+@torch.random.fork_rng(devices=[])  # so that a resumed run draws the same random numbers
 def read_demonstrations(models, folder):
     """-> (prompt, completion) as ids"""
     model, tokenizer, _ = load_checkpoint(models / "sft.pt", ["sft"])
