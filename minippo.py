@@ -83,7 +83,7 @@ import torch.nn.functional as F
 @dataclass
 class GPTConfig:
     vocab_size: int = 1024  # tokens in the vocabulary; the last is the end token
-    context: int = 128  # longest prompt and response together, in tokens
+    context: int = 128  # maximum length of prompt plus response, in tokens
     layers: int = 4  # transformer blocks
     heads: int = 4  # attention heads
     channels: int = 96  # width of the model; a multiple of heads
@@ -151,9 +151,9 @@ class Trunk(nn.Module):
         self.position_embedding = nn.Embedding(config.context, config.channels)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.channels)
-        std = 0.02 * math.sqrt(768 / config.channels)  # GPT-2's 0.02, carried over to other widths
+        std = 0.02 * math.sqrt(768 / config.channels)  # GPT-2's 0.02, rescaled for other widths
         for name, parameter in self.named_parameters():
-            if name.endswith(("out.weight", "mlp.2.weight")):  # smaller: all blocks add to x
+            if name.endswith(("out.weight", "mlp.2.weight")):  # smaller: every block adds to x
                 nn.init.normal_(parameter, std=std / math.sqrt(2 * config.layers))
             elif parameter.dim() == 2:
                 nn.init.normal_(parameter, std=std)
@@ -200,7 +200,7 @@ class RewardModel(nn.Module):
     After training, train_rm.py sets `mean` and `std`, so that the SFT model's own answers have mean
     0 and standard deviation 1, and beta means the same for any reward model. It also sets `cap`,
     the score that one in a hundred of these answers exceeds. Higher scores are lowered to it,
-    because so high up the reward model is often wrong (arXiv:2502.18770).
+    because the reward model is often wrong about scores so high (arXiv:2502.18770).
     """
 
     def __init__(self, gpt):
@@ -370,10 +370,10 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
 # score(a) - score(b) of 2, 0 or -2, it is 0.13, 0.69 or 2.13.
 #
 # Why a model? PPO needs 57,600 scores in train_ppo.py, each as soon as its response is sampled.
-# People label pairs only once. But the responses of PPO differ from the answers in the pairs
-# (*distribution shift*), so their scores may be wrong: too high, for example, for long, flattering
-# or evasive answers. Learning to exploit this is *reward hacking* or *overoptimisation*: the score
-# rises, and the text gets worse. Hence the penalty on the KL, and the cap.
+# People label a set of pairs only once. But the responses of PPO differ from the answers in the
+# pairs (*distribution shift*), so their scores may be wrong: too high, for example, for long,
+# flattering or evasive answers. Learning to exploit this is *reward hacking* or *overoptimisation*:
+# the score rises, and the text gets worse. Hence the penalty on the KL, and the cap.
 
 
 def reward_model_loss(chosen_scores, rejected_scores):
@@ -393,7 +393,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # SFT is given the token to imitate in every state. Here the policy chooses the tokens, and gets one
 # score at the end (a *sparse reward*). We want to maximise E[score]. A random draw has no gradient,
 # but its probability does. Write p(y) for pi(y | x), the probability of a whole response; from here
-# on, pi is that of one token.
+# on, log pi is that of one token.
 #
 #     grad E[score] = grad sum_y p(y) * score(y) = sum_y grad p(y) * score(y)
 #                   = sum_y p(y) * grad log p(y) * score(y)     because grad p = p * grad log p
@@ -467,10 +467,10 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 # *return*: the sum of its own and all later rewards.
 #
 # Why does the KL go into the reward, and not into the loss? A token decides which states come
-# later, and so changes their KL. If the KL is a reward, the return of a token contains its own d and
-# those of all later tokens. If k2 is a loss, its gradient is d * grad log pi: each token answers
-# only for its own d. And k1 as a loss would teach nothing: its gradient is grad log pi, whose mean
-# is 0.
+# later, and so changes their KL. If the KL is a reward, the return of a token contains its own d
+# and those of all later tokens. If k2 is used as a loss, its gradient is d * grad log pi: each
+# token answers only for its own d. Used as a loss, k1 would teach nothing: its gradient is grad log
+# pi, whose mean is 0.
 #
 # The third change: a baseline. Any number that does not depend on the action may be subtracted from
 # the return: on average this changes nothing, because E[grad log pi] = 0. (Without a baseline,
@@ -520,10 +520,10 @@ def whiten(x, mask):
     """Shift and scale x, (B, T-1), to mean 0 and standard deviation 1 over the mask; 0 elsewhere.
     If all numbers are equal, up to rounding, they become 0.
 
-    So one learning rate suits rewards of any scale: if scores, beta and values are multiplied by
-    10, the whitened advantages stay the same. The mean acts as one more baseline. Whitening hides
-    the size of the advantages: a batch of nearly equal responses is scaled up, noise included.
-    Returns are never whitened: the values must learn their true size.
+    This makes the policy loss independent of the scale of the rewards: if scores, beta and values
+    are multiplied by 10, the whitened advantages stay the same. The mean acts as one more baseline.
+    Whitening hides the size of the advantages: those of nearly equal responses are scaled up, noise
+    included. Returns are never whitened: the values must learn their true size.
     """
     check_mask(mask, x)
     selected = x[mask]
@@ -538,7 +538,7 @@ def whiten(x, mask):
 # that sampled is the *old* policy, and the next steps are *off-policy*. The *ratio* pi / old
 # corrects for that, choice by choice (*importance sampling*):
 #
-#     E_old[ratio * A] = sum_a old(a) (pi(a) / old(a)) A(a) = E_pi[A]
+#     E_old[ratio * A] = sum_a old(a) (pi(a) / old(a)) A(a) = E_pi[A]        a: the action
 #
 # (The states are not corrected: they are those that old reached.) The gradient of ratio * A is
 # ratio * A * grad log pi, because grad pi = pi * grad log pi. At ratio 1, where an update begins,
@@ -574,8 +574,8 @@ def whiten(x, mask):
 #     A < 0       0                          ratio * A * grad log pi    ratio * A * grad log pi
 #
 # A single step can still carry a ratio out of the range. By default each batch gets one pass of
-# four steps, so the clip hardly acts. But with neither it nor the value clip (below), four passes
-# ruin the policy (RESULTS.md).
+# four steps: a compromise, in which the clip hardly acts. But with neither it nor the value clip
+# (below), four passes ruin the policy (RESULTS.md).
 #
 # The loss is a mean over tokens, where the derivation has a sum for each response. The factor
 # between the two, the mean length of a response, hardly changes from batch to batch.
@@ -594,7 +594,7 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, clip_eps):
     return loss, {
         "policy_loss": loss.item(),
         "approx_kl": (ratio - 1 - log_ratio).mean().item(),  # k3 of KL(old || pi)
-        # With or without a gradient
+        # Ratios out of the range, whether or not the clip stops their gradient
         "clip_frac": ((ratio - 1).abs() > clip_eps).float().mean().item(),
         "ratio_max": ratio.max().item(),
     }
@@ -605,10 +605,10 @@ def value_loss(values, old_values, returns, mask, clip):
 
     Published code usually clips the values too, so that they do not follow one noisy batch too far.
     The loss is the larger of two errors: that of the value, and that of the value moved by at most
-    `clip`. (The policy loss takes the smaller of two gains; likewise,
-    this takes the larger of two losses.) The first value of the
-    header, 0.80, should become 1.35. If it moves to 1.10, its error is 0.03. With clip 0.2 it may
-    move to 1.00, where the error is 0.06. So 0.06 counts, and has no gradient.
+    `clip`. (The policy loss takes the smaller of two gains; likewise, this takes the larger of two
+    losses.) The first value of the header, 0.80, should become 1.35. If it moves to 1.10, its error
+    is 0.03. With clip 0.2 it may move to 1.00, where the error is 0.06. So 0.06 counts, and has no
+    gradient.
     """
     check_mask(mask, values, old_values, returns)
     values, old_values, returns = values[mask], old_values.detach()[mask], returns.detach()[mask]
@@ -661,7 +661,7 @@ class PPOConfig(PolicyGradientConfig):
     clip_eps: float = 0.2  # no gain from moving a ratio further from 1 than this; inf: no clip
     value_clip: float = 0.2  # no gain from moving a value further than this; inf: no clip
     vf_coef: float = 0.1  # weight of the loss of the value function
-    entropy_coef: float = 0.0  # weight of a bonus for entropy: for varied responses
+    entropy_coef: float = 0.0  # weight of an entropy bonus, which encourages varied responses
     kl_loss_coef: float = 0.0  # weight of a penalty on the KL per token in the loss (k2)
 
     def __post_init__(self):
@@ -710,8 +710,8 @@ def rollout(policy, ref, score, prompts, config, generate=generate):
 
 @torch.no_grad()
 def center_values(policy, batch):
-    """Before the first update, shift all values to the mean score of a rollout. Otherwise, if the
-    scores are far from 0, many updates would only learn a constant."""
+    """Before the first update, shift all values so that their mean is the mean score of a rollout.
+    Otherwise, if the scores are far from 0, many updates would only learn a constant."""
     mean_value = masked_mean(batch["old_values"], batch["mask"])
     policy.value_head.bias += batch["scores"].mean() - mean_value
 
@@ -811,10 +811,10 @@ def batch_metrics(batch, config):
     """What to watch in a batch: means over its responses or their tokens.
 
     In a healthy run of train_ppo.py, score rises; kl climbs to a few nats and stays; entropy falls,
-    but not to 0, where one answer is left. If kl climbs on, or entropy nears 0, raise kl_coef.
-    eos_rate stays near 1; explained_variance climbs slowly from 0, with dips. If clip_frac is often
-    above 0.01, or ratio_max above 3, lower the learning rate. If kl jumps, or the answers become
-    alike, read them: this may be reward hacking. rlhf_reward is J on the batch.
+    but not to 0 (where only one answer is left). If kl climbs on, or entropy nears 0, raise
+    kl_coef. eos_rate stays near 1; explained_variance climbs slowly from 0, with dips. If clip_frac
+    is often above 0.01, or ratio_max above 3, lower the learning rate. If kl jumps, or the answers
+    become alike, read some answers: this may be reward hacking. rlhf_reward is J on the batch.
     """
     mask, scores, old_logprobs = batch["mask"], batch["scores"], batch["old_logprobs"]
     kl, kl_k3 = kl_per_response(old_logprobs, batch["ref_logprobs"], mask)

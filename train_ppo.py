@@ -4,7 +4,7 @@
     python train_ppo.py --data FOLDER      on your own prompts_train.jsonl and prompts_val.jsonl
     python train_ppo.py --reward my:score  with a function in my.py instead of the reward model
 
-The rows are {"prompt": ...}. Writes out/ppo.pt and out/report.html, a page for the browser.
+The rows are {"prompt": ...}. Writes out/ppo.pt and out/report.html, a page to open in a browser.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class StageConfig:  # read by every script that trains a policy, variations/dpo.
     steps: int = 450  # iterations, each with a new batch
     batch_size: int = 128  # responses per iteration
     lr: float = 8e-4  # peak learning rate; falls to 0; 30 times this for a value head on the policy
-    warmup: int = 5  # iterations in which the learning rate climbs to its peak; at most a tenth
+    warmup: int = 5  # iterations in which the rate climbs to its peak; at most a tenth of all
     adam_eps: float = 1e-4  # Adam's epsilon; weights with tiny, noisy gradients move less
     models: str = ""  # folder of sft.pt and rm.pt; if empty, --out or else the folder above it
     policy: str = ""  # checkpoint to start from instead of sft.pt, which remains the reference
@@ -46,7 +46,7 @@ class Settings(PPOConfig):  # read by PPO; each file of variations/ brings its o
 def train(
     settings=Settings, compute_advantages=compute_advantages, loss=ppo_loss, doc=__doc__, out="out"
 ):
-    """Other algorithms bring settings, compute_advantages -> a dict, and loss -> loss, stats."""
+    """Other algorithms pass their own settings, compute_advantages (-> a dict) and loss."""
     config = read_flags(doc, settings, LoopConfig, out=out)
     policy, ref, score, tokenizer = load_models(config)
     prompts = read_prompts(config.data, "train", tokenizer, policy.config.context)

@@ -22,7 +22,7 @@ from plumbing.text import by_length, in_parts, pad, read_ids, read_prompts
 class TrainConfig(FitConfig):
     steps: int = 1950  # at most this many steps
     epochs: int = 2  # at most this many passes over the pairs
-    max_new_tokens: int = 48  # longest of the answers that set mean, std and cap, in tokens
+    max_new_tokens: int = 48  # length limit, in tokens, of the answers that set mean, std and cap
     models: str = ""  # folder of sft.pt; if empty, --out or the folder above it
 
 

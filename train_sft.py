@@ -33,7 +33,7 @@ def sft_loss(model, rows):
     return loss, {"loss": loss.item()}
 
 
-@script  # a user's mistake ends it in one line
+@script  # a user's mistake ends it with one line, not a traceback
 def train():
     config = read_flags(__doc__, TrainConfig)
     if config.data == Path("data/zoo") and not config.data.exists():

@@ -35,7 +35,7 @@ class FitConfig:
     batch_size: int = 64  # rows per step
     micro_batch: int = 16  # rows in memory at once
     lr: float = 1e-3  # peak learning rate of Adam; it falls linearly to 0
-    warmup: int = 20  # steps in which the learning rate climbs to its peak; at most a tenth
+    warmup: int = 20  # steps in which the learning rate climbs to its peak; at most a tenth of all
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
 
     def limit_steps(self, rows):

@@ -3,12 +3,13 @@
 An algorithm is two functions. compute_advantages(batch, config): what does each token deserve?
 loss(policy, batch, config): a mean over the tokens of the batch. A file holds its settings, each
 of the two functions that differs from PPO's, and a last line that trains with them in the loop of
-train_ppo.py: python -m variations.rloo --k 8. It writes to out/rloo; -h lists its flags. (dpo.py,
-which learns from pairs, has its own loop.)
+train_ppo.py. (dpo.py, which learns from pairs, has its own loop.) To run one:
+
+    python -m variations.rloo --k 8     writes to out/rloo; -h lists the flags
 
 The *expected step* of a loss is a step of plain gradient descent, on the sum over the tokens
-instead of their mean, averaged over all responses that could have been sampled.
-For REINFORCE and RLOO it is the gradient of J: tests/test_variations.py checks it, to 1e-9.
+instead of their mean, averaged over all responses that could have been sampled. For REINFORCE and
+RLOO it is the gradient of J: tests/test_variations.py checks it, to 1e-9.
 """
 
 from dataclasses import dataclass
