@@ -369,11 +369,11 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
 # zero of the scores is arbitrary. The loss is -log of this probability. For a margin
 # score(a) - score(b) of 2, 0 or -2, it is 0.13, 0.69 or 2.13.
 #
-# Why a model? PPO needs 57,600 scores in train_ppo.py, each as soon as its response is sampled.
-# People label a set of pairs only once. But the responses of PPO differ from the answers in the
-# pairs (*distribution shift*), so their scores may be wrong: too high, for example, for long,
-# flattering or evasive answers. Learning to exploit this is *reward hacking* or *overoptimisation*:
-# the score rises, and the text gets worse. Hence the penalty on the KL, and the cap.
+# Why a model? PPO needs a score for each response as soon as it is sampled. People label a set of
+# pairs only once. But the responses of PPO differ from the answers in the pairs (*distribution
+# shift*), so their scores may be wrong: too high, for example, for long, flattering or evasive
+# answers. Learning to exploit this is *reward hacking* or *overoptimisation*: the score rises, and
+# the text gets worse. Hence the penalty on the KL, and the cap.
 
 
 def reward_model_loss(chosen_scores, rejected_scores):

@@ -56,7 +56,6 @@ def make_trainer(config, prompts, sampled=lambda: None, cap=math.inf):
     policy, ref = (Model.from_pretrained(config.out / "sft") for _ in range(2))
     reward_model, critic = (Scorer.from_pretrained(config.out / "rm") for _ in range(2))
     reward_model.score.register_forward_hook(lambda _, inputs, scores: scores.clamp(max=cap))
-
     reward_model.base_model.register_forward_pre_hook(lambda *_: sampled())
     rows = Dataset.from_dict({"input_ids": prompts})
     models = policy, ref, reward_model, rows, critic

@@ -13,7 +13,7 @@ def judge_of(folder):
     try:
         files = [folder / f"prompts_{split}.jsonl" for split in ("train", "val")]
         zoo = all(prompt in PROMPTS for path in files for (prompt,) in load_rows(path, "prompts"))
-    except UserError:  # a file is not there: these are other data
+    except UserError:  # a file is missing or faulty: these are other data
         return None
     return judge if zoo else None
 

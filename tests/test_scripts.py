@@ -44,8 +44,8 @@ PPO = """--steps 20 --batch_size 8 --minibatches 3 --epochs 2 --micro_batch 3 --
     --ref_update_every 2 --seed 10 --k 2"""
 CRITIC = """--resume --separate_critic --steps 4 --batch_size 8 --minibatches 3 --max_new_tokens 6
     --lr 0.005 --warmup 1 --clip_eps inf --kl_target 0.01 --ref_update_every 3"""
-RLOO = """--k 2 --steps 2 --batch_size 6 --minibatches 1 --lr 0.01 --max_new_tokens 5 --kl_target 5
-    --reward test_scripts:taste --policy {made}/ppo.pt"""
+RLOO = """--no_report --k 2 --steps 2 --batch_size 6 --minibatches 1 --lr 0.01 --max_new_tokens 5
+    --kl_target 5 --reward test_scripts:taste --policy {made}/ppo.pt"""
 
 
 def taste(prompts, responses):

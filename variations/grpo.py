@@ -36,7 +36,8 @@ def compute_advantages(batch, config):
     advantages = scores - scores.mean(1, keepdim=True)
     if config.std:
         advantages = advantages / (scores.std(1, keepdim=True) + 1e-4)  # equal scores: 0
-    # With these weights the mean over all tokens is the mean over responses of their means.
+    # With these weights the mean over all tokens of the batch is the mean over responses of their
+    # means. (In a minibatch it is nearly so.)
     lengths = mask.sum(1, keepdim=True).to(scores)  # (B, 1)
     weights = mask * (lengths.mean() / lengths if config.length else 1.0)  # (B, T-1)
     return {"weights": weights, "advantages": weights * advantages.view(-1, 1)}

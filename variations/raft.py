@@ -24,7 +24,8 @@ def compute_advantages(batch, config):
     best = torch.zeros_like(mask[:, 0]).view(-1, config.k)
     best.scatter_(1, rewards.argmax(1, keepdim=True), True)
     chosen = best.view(-1, 1) & mask  # (B, T-1)
-    # Divided by their share, so that the mean over all tokens is the mean over the chosen ones.
+    # Divided by their share, so that the mean over all tokens of the batch is the mean over the
+    # chosen ones. (In a minibatch it is nearly so.)
     return {"advantages": chosen * (mask.sum() / chosen.sum())}
 
 

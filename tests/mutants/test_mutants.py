@@ -16,7 +16,7 @@ import pytest
 import torch
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).parents[2]
-FOLDERS = "plumbing", "variations", "examples", "bench", "tests", "docs"
+FOLDERS = "plumbing", "variations", "examples", "tests"
 TEXT = (HERE / "bugs.txt").read_text(encoding="utf-8")
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.pop("CI", None)  # with it, pytest would find and print all that differs, for minutes
@@ -41,7 +41,7 @@ def mutate(file, changes, folder):
     for name in FOLDERS:
         shutil.copytree(ROOT / name, folder / name)
     (folder / "data").mkdir()  # without the folders that scripts have made there
-    for pattern in "*.py", "*.md", "pyproject.toml", "data/*.*":
+    for pattern in "*.py", "pyproject.toml", "data/*.*":
         for path in ROOT.glob(pattern):
             shutil.copy(path, folder / path.relative_to(ROOT))
     source = (folder / file).read_text(encoding="utf-8")
