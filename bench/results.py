@@ -19,7 +19,6 @@ import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from textwrap import shorten
 from types import SimpleNamespace
 
 import torch
@@ -234,14 +233,6 @@ def path_of(outs):
     return path
 
 
-def worst_sample(out):
-    """Of those that a report shows, that whose score is furthest above the judge's grade."""
-    samples = [x | x["policy"] for x in report(out)["samples"]]
-    worst = max(samples, key=lambda x: x["score"] - x["judge"])
-    text = f"{worst['prompt']} **{shorten(worst['text'], 50, placeholder=' …')}**"
-    return text, {x: worst[x] for x in ("score", "judge", "kl")}
-
-
 # {name of a row: the folder of each seed} -> sections of results.json, where it is not rows_of()
 
 
@@ -261,7 +252,6 @@ def seeds(folders):
 def settings(folders):
     return {
         "settings": rows_of("settings", folders, COLUMNS),
-        "hacked": dict(worst_sample(out) for out in folders[HACKED]),
         "paths": {x.replace("default", "beta = 0.1"): path_of(folders[x]) for x in PATHS},
     }
 

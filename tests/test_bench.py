@@ -101,9 +101,7 @@ def test_figures_by_hand(tmp_path, monkeypatch):
     def folder(x):
         rows = {part: figures(x + i) for i, part in enumerate(parts)}
         rows["unseen"]["optimality_se"] = 0.5
-        a = {"text": "word " * 99, "score": 2, "judge": 3, "kl": 4}
-        samples = [{"prompt": "a", "policy": a}, {"prompt": "b", "policy": a | {"judge": -3}}]
-        report = {**rows, "best_of_n": rows, "suspects": {"count": 9}, "samples": samples}
+        report = {**rows, "best_of_n": rows, "suspects": {"count": 9}}
         log = [{"kl": x + i, "score": 2 * i, "judge": -i} for i in range(110)]
         write_jsonl(tmp_path / f"{x}/measured/report.json", [report])
         write_jsonl(tmp_path / f"{x}/ppo.jsonl", log)
@@ -129,7 +127,6 @@ def test_figures_by_hand(tmp_path, monkeypatch):
     assert found["paths"].keys() == tables.load()["paths"].keys()
     path = found["paths"]["beta = 0.1"]
     assert [path[x][:2] for x in path] == [[5.5, 15.5], [9, 29], [-4.5, -14.5]]
-    assert found["hacked"] == {f"b **{'word ' * 9}…**": {"score": 2, "judge": -3, "kl": 4}}
     found = results.sums({"PPO": [folder(0), folder(2)]})["sums"]
     assert found == {"SFT": figures([1, 1]), "PPO": figures([3, 1])}
 
