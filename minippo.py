@@ -426,7 +426,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # what ref writes, would keep all of ref's answers, even its mistakes.
 #
 # Three estimates of the KL at one token, where d is log pi - log ref of the sampled token
-# (Schulman, "Approximating KL divergence"). To begin with, k1 is enough:
+# (Schulman, "Approximating KL divergence"; on a first reading, k1 is enough):
 #
 #     k1 = d                   on average the KL, but often below 0     used in reward, metric
 #     k2 = d^2 / 2             its gradient is, on average, the KL's    loss, if kl_loss_coef > 0

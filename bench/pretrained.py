@@ -156,7 +156,7 @@ def main():
     if mode == "stages":
         score = normalised(score, policy, prompts, length)
     look("before")
-    log = hf.train(policy, prompts, score, config, lr, 3e-4, steps, 48)
+    log = hf.train(policy, prompts, score, config, lr, head_lr=3e-4, steps=steps, batch_size=48)
     look("after")
     row["kl"] = statistics.fmean(line["kl"] for line in log[-5:])
     row["minutes"] = (time.perf_counter() - start) / 60

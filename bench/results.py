@@ -90,7 +90,7 @@ TABLES = {  # name of a row: how its policy is trained, by train_ppo.py if no sc
     },
     "sums": {"PPO": "train_ppo.py", "RLOO": "-m variations.rloo", "GRPO": "-m variations.grpo"},
 }
-MORE = dict.fromkeys(("passes", "equals", "neighbours"), "--steps 200") | {"sums": REWARD}
+ADDED_FLAGS = dict.fromkeys(("passes", "equals", "neighbours"), "--steps 200") | {"sums": REWARD}
 PATHS = "beta = 0.03", "default", "beta = 0.3", HACKED  # for the pictures
 BETAS = 0.03, 0.04, 0.06, 0.1, 0.15, 0.2, 0.3, 0.5, 0.7, 1.0, 2.0, 5.0  # of the best policies
 COLUMNS = "judge", "score", "optimality", "kl", "distinct"
@@ -146,7 +146,7 @@ def train(table, source):
     for name, line in TABLES[table].items():
         task = "sums" if table == "sums" else "few pairs" if "pairs" in name else "zoo"
         script = "" if line.startswith(("-m", "train")) else "train_ppo.py"
-        rows[name] = task, f"{script} {line} {MORE.get(table, '')}"
+        rows[name] = task, f"{script} {line} {ADDED_FLAGS.get(table, '')}"
     tasks = sorted({task for task, _ in rows.values()})
     if "sums" in tasks:
         for name, lines in make_rows(0).items():
@@ -269,10 +269,10 @@ def main():
     _, names = read_flags(__doc__, run=False, positional="TABLE")
     for name in {*names} - {*TABLES}:
         raise UserError(f"{name}: should be among {', '.join(TABLES)}")
-    source, special = made(), {"seeds": seeds, "settings": settings, "sums": sums}
+    source, summaries = made(), {"seeds": seeds, "settings": settings, "sums": sums}
     for name in names:
         folders = train(name, source)
-        measured = special[name](folders) if name in special else {name: rows_of(name, folders)}
+        measured = summaries[name](folders) if name in summaries else {name: rows_of(name, folders)}
         keep(measured, source)
 
 
