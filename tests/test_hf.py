@@ -150,7 +150,7 @@ def test_what_is_no_gpt2_is_refused(tmp_path, name, changes, says):
         hf.read_gpt2(out)
 
 
-def test_a_full_folder_is_overwritten_on_request_alone(tmp_path):
+def test_a_full_folder_and_what_holds_no_policy_are_refused(tmp_path):
     _, _, out = exported(tmp_path, "rm")
     with pytest.raises(UserError, match="is not empty; give another folder"):
         hf.export(tmp_path / "rm.pt", out)
