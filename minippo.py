@@ -29,8 +29,8 @@ prompts and sampled responses. PPO repeats four phases:
     reference         the SFT model; frozen                               log ref of each token
     reward model      the SFT model with a new head, trained; now frozen  one score per response
 
-A *score* rates a whole response. A *reward* belongs to a token: the penalty on its KL, and for the
-last token the score too.
+A *score* rates a whole response. A *reward* belongs to a token: minus beta times its KL, plus the
+score if it is the last.
 
 Shapes: B rows in a batch, T columns, C channels, H attention heads, V tokens in the vocabulary, N
 response tokens (see the mask below).
@@ -326,8 +326,8 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
         column    0  1  2  3  4  5
         row 0     p  s  s  e             column 0 is read for all rows, then a token is drawn for
         row 1     p  p  s  s  s  s       column 1 in all of them; rows 1 and 2 discard it and keep
-        row 2     p  p  p  p  s  e       their prompt's token. Row 0 drops out at column 4. Row 1 is
-                                         cut off by max_new_tokens = 4.
+        row 2     p  p  p  p  s  e       their prompt's token. Row 0 ends at column 3 and drops out.
+                                         Row 1 is cut off by max_new_tokens = 4.
 
     draw: logits (rows, V) -> tokens (rows,), to watch or replace the sampling.
     """
@@ -392,8 +392,8 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #
 # SFT is given the token to imitate in every state. Here the policy chooses the tokens, and gets one
 # score at the end (a *sparse reward*). We want to maximise E[score]. A random draw has no gradient,
-# but its probability does. Write p(y) for pi(y | x), the probability of a whole response; from here
-# on, log pi is that of one token.
+# but its probability does. Write p(y) for pi(y | x) and q(y) for ref(y | x), the probabilities of a
+# whole response; from here on, log pi and log ref are those of one token.
 #
 #     grad E[score] = grad sum_y p(y) * score(y) = sum_y grad p(y) * score(y)
 #                   = sum_y p(y) * grad log p(y) * score(y)     because grad p = p * grad log p
@@ -410,10 +410,10 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # mean shrinks only with the square root of the batch size, so most of what follows fights noise.
 # Four changes lead from here to PPO.
 #
-# The first change: the KL joins the reward. In J, score - beta * (log p - log ref) of the whole
+# The first change: the KL joins the reward. In J, score - beta * (log p - log q) of the whole
 # response replaces the score. As log p has a gradient too, the product rule gives one more term:
 #
-#     grad J = E[ grad log p * (score - beta * (log p - log ref)) ] - beta * E[ grad log p ]
+#     grad J = E[ grad log p * (score - beta * (log p - log q)) ] - beta * E[ grad log p ]
 #
 # The last term is 0: E[grad log p] = sum_y p * grad log p = sum_y grad p = grad 1 = 0. And log p is
 # a sum over the tokens of y, so the KL splits into a reward for each token,
@@ -421,15 +421,15 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #
 # The KL is never negative, and is 0 only if pi and ref agree; a sample of it may be negative. It is
 # not symmetric. KL(pi || ref) is a mean over what pi writes: an answer that ref hardly ever writes
-# costs a lot, one that pi stops writing costs little. (To drop half of ref's answers costs
-# log 2 = 0.69 nats. Losing variety like this is called *mode collapse*.) KL(ref || pi), a mean over
-# what ref writes, would keep all of ref's answers, even its mistakes.
+# costs a lot, one that pi stops writing costs little. (To drop answers with half of ref's
+# probability costs log 2 = 0.69 nats. Losing variety like this is called *mode collapse*.) KL(ref
+# || pi), a mean over what ref writes, would keep all of ref's answers, even its mistakes.
 #
 # Three estimates of the KL at one token, where d is log pi - log ref of the sampled token
 # (Schulman, "Approximating KL divergence"; on a first reading, k1 is enough):
 #
 #     k1 = d                   on average the KL, but often below 0     used in reward, metric
-#     k2 = d^2 / 2             its gradient is, on average, the KL's    loss, if kl_loss_coef > 0
+#     k2 = d^2 / 2             its gradient is, on average, the KL's    loss, an option (section 6)
 #     k3 = exp(-d) - 1 + d     on average the KL, and never below 0     metric
 #
 # k3 is never below 0, because exp(x) >= 1 + x, and near 0 it varies less than k1. Its mean is the
@@ -474,9 +474,9 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 #
 # The third change: a baseline. Any number that does not depend on the action may be subtracted from
 # the return: on average this changes nothing, because E[grad log pi] = 0. (Without a baseline,
-# scores that are all positive push up every response, good or bad.) PPO subtracts the *value* v,
-# the expected return in this state. The difference is the *advantage* A: how much better than
-# expected this action turned out. (In textbooks, A = Q - V. Q is the expected return once the
+# scores that are all positive push up every response, good or bad.) PPO subtracts the *value* v, a
+# prediction of the return from this state. The difference is the *advantage* A: how much better
+# than expected this action turned out. (In textbooks, A = Q - V. Q is the expected return once the
 # action is chosen; reward + next value estimates Q.) The value function is the *critic*, the policy
 # the *actor*.
 
@@ -557,9 +557,9 @@ def whiten(x, mask):
 #     A              1.14   0.15  -1.29     the whitened advantage
 #     clipped        1.20   1.11   0.80
 #     ratio * A      1.46   0.17  -0.96
-#     clipped * A    1.37   0.17  -1.04     here the smaller of the two, or equal, so
-#                                           the loss is -(1.37 + 0.17 - 1.04) / 3 = -0.17
-#     gradient       0      0.17   0        of the smaller product: the factor of grad log pi
+#     clipped * A    1.37   0.17  -1.04     the smaller one, or equal, so the loss is
+#                                           -(1.37 + 0.17 - 1.04) / 3 = -0.17
+#     gradient       0      0.17   0        what multiplies grad log pi
 #
 # Where the clipped product is the smaller one, there is no gradient, because a clipped ratio is a
 # constant. The first token has risen enough, the last has fallen enough. Why not always the clipped
@@ -574,8 +574,8 @@ def whiten(x, mask):
 #     A < 0       0                          ratio * A * grad log pi    ratio * A * grad log pi
 #
 # A single step can still carry a ratio out of the range. By default each batch gets one pass of
-# four steps: a compromise, in which the clip hardly acts. But with neither it nor the value clip
-# (below), four passes ruin the policy (RESULTS.md).
+# four steps, in which the clip hardly acts. In four passes it matters: without it and the value
+# clip (below), they ruin the policy (RESULTS.md).
 #
 # The loss is a mean over tokens, where the derivation has a sum for each response. The factor
 # between the two, the mean length of a response, hardly changes from batch to batch.
@@ -607,8 +607,8 @@ def value_loss(values, old_values, returns, mask, clip):
     The loss is the larger of two errors: that of the value, and that of the value moved by at most
     `clip`. (The policy loss takes the smaller of two gains; likewise, this takes the larger of two
     losses.) The first value of the header, 0.80, should become 1.35. If it moves to 1.10, its error
-    is 0.03. With clip 0.2 it may move to 1.00, where the error is 0.06. So 0.06 counts, and has no
-    gradient.
+    is 0.25^2 / 2 = 0.03. With clip 0.2 it may move to 1.00, where the error is 0.35^2 / 2 = 0.06.
+    So 0.06 counts, and has no gradient, as the clipped value is a constant.
     """
     check_mask(mask, values, old_values, returns)
     values, old_values, returns = values[mask], old_values.detach()[mask], returns.detach()[mask]
@@ -659,7 +659,7 @@ class PPOConfig(PolicyGradientConfig):
     lam: float = 1.0  # GAE's lambda: 0 trusts the value function, 1 the sampled return; see gae()
     whiten: bool = True  # advantages with mean 0 and standard deviation 1
     clip_eps: float = 0.2  # no gain from moving a ratio further from 1 than this; inf: no clip
-    value_clip: float = 0.2  # no gain from moving a value further than this; inf: no clip
+    value_clip: float = 0.2  # no lower loss from moving a value further than this; inf: no clip
     vf_coef: float = 0.1  # weight of the loss of the value function
     entropy_coef: float = 0.0  # weight of an entropy bonus, which encourages varied responses
     kl_loss_coef: float = 0.0  # weight of a penalty on the KL per token in the loss (k2)
@@ -819,7 +819,7 @@ def batch_metrics(batch, config):
     mask, scores, old_logprobs = batch["mask"], batch["scores"], batch["old_logprobs"]
     kl, kl_k3 = kl_per_response(old_logprobs, batch["ref_logprobs"], mask)
     means = {"score": scores, "kl": kl, "kl_k3": kl_k3, "rlhf_reward": scores - config.kl_coef * kl}
-    means["entropy"] = -old_logprobs[mask]  # E[-log pi], over what was sampled
+    means["entropy"] = -old_logprobs[mask]  # an estimate: E[-log pi], over what was sampled
     means |= {"response_length": mask.sum(1).float(), "eos_rate": batch["ended"].float()}
     stats = {name: x.mean().item() for name, x in means.items()}
     if "returns" in batch:

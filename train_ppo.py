@@ -48,7 +48,7 @@ def train(
 ):
     """Other algorithms pass their own settings, compute_advantages (-> a dict) and loss."""
     config = read_flags(doc, settings, LoopConfig, out=out)
-    policy, ref, score, tokenizer = load_models(config)
+    policy, ref, score, tokenizer = load_models(config)  # score(tokens, mask) -> (B,)
     prompts = read_prompts(config.data, "train", tokenizer, policy.config.context)
     optimizer, schedule = adam(policy, config)
     run = Run("ppo", config, policy, tokenizer, optimizer, schedule, data=prompts, ref=ref)
@@ -64,12 +64,12 @@ def train(
         stats = ppo_update(policy, optimizer, batch, config, loss)  # phase 4
         stats |= batch_metrics(batch, config)
         schedule.step()
-        if config.kl_target:  # as in Ziegler et al., arXiv:1909.08593, and their code
+        if config.kl_target:  # raise beta if the KL is too high (Ziegler et al., arXiv:1909.08593)
             error = min(max(stats["kl"] / config.kl_target - 1, -0.2), 0.2)
             config.kl_coef *= 1 + error * config.batch_size / 10_000
         if config.ref_update_every and (step + 1) % config.ref_update_every == 0:
             ref.load_state_dict(policy.state_dict(), strict=False)  # ref has no separate critic
-        run.end_step(stats, batch)  # watches, logs, saves
+        run.end_step(stats, batch)  # grades by the judge, logs, saves
 
     run.finish()
     report(run, score, prompts)

@@ -22,7 +22,7 @@ from plumbing.text import by_length, in_parts, pad, read_ids, read_prompts
 class TrainConfig(FitConfig):
     steps: int = 1950  # at most this many steps
     epochs: int = 2  # at most this many passes over the pairs
-    max_new_tokens: int = 48  # length limit, in tokens, of the answers that set mean, std and cap
+    max_new_tokens: int = 48  # longest answer, in tokens, that sets mean, std and cap; as for PPO
     models: str = ""  # folder of sft.pt; if empty, --out or the folder above it
 
 
@@ -57,7 +57,7 @@ def train():
         run.end_step(stats)  # validates now and then, and keeps the best weights
 
     figures = run.load_best()
-    normalise(model, sft, prompts, config)  # mean, std and cap, from answers of the SFT model
+    normalise(model, sft, prompts, config)  # sets mean, std and cap by scores of SFT answers
     run.finish(**figures)
     right, error = 100 * figures["val_accuracy"], 100 * figures["val_accuracy_se"]
     print(f"{right:.1f} % ± {error:.1f} of the validation pairs right")

@@ -7,9 +7,9 @@ train_ppo.py. (dpo.py, which learns from pairs, has its own loop.) To run one:
 
     python -m variations.rloo --k 8     writes to out/rloo; -h lists the flags
 
-The *expected step* of a loss is a step of plain gradient descent, on the sum over the tokens
-instead of their mean, averaged over all responses that could have been sampled. For REINFORCE and
-RLOO it is the gradient of J: tests/test_variations.py checks it, to 1e-9.
+The *expected step* of a loss: sum the loss over the tokens instead of averaging, take a step of
+plain gradient descent, and average the step over all responses that could have been sampled. For
+REINFORCE and RLOO it is the gradient of J: tests/test_variations.py checks it, to 1e-9.
 """
 
 from dataclasses import dataclass

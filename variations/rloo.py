@@ -9,7 +9,7 @@ instead, and compares each with the mean of the others:
 free!") This baseline does not depend on response i, so at ratio 1 the expected step (see
 variations/__init__.py) is the gradient of J. All tokens of a response have the same advantage: the
 earlier KL rewards are not dropped, which adds noise. There is no value loss, no lam and no
-whitening. The paper leaves the clip out. Here it stays, because it matters with --epochs above 1.
+whitening. The paper leaves the clip out. Here it stays: with --epochs above 1 it matters.
 """
 
 from dataclasses import dataclass
