@@ -421,7 +421,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #
 # The KL is never negative, and is 0 only if pi and ref agree; a sample of it may be negative. It is
 # not symmetric. KL(pi || ref) is a mean over what pi writes: an answer that ref hardly ever writes
-# costs a lot, one that pi stops writing costs little. (To drop answers with half of ref's
+# costs a lot, one that pi stops writing costs little. (Losing answers with half of ref's
 # probability costs log 2 = 0.69 nats. Losing variety like this is called *mode collapse*.) KL(ref
 # || pi), a mean over what ref writes, would keep all of ref's answers, even its mistakes.
 #
@@ -574,8 +574,8 @@ def whiten(x, mask):
 #     A < 0       0                          ratio * A * grad log pi    ratio * A * grad log pi
 #
 # A single step can still carry a ratio out of the range. By default each batch gets one pass of
-# four steps, in which the clip hardly acts. In four passes it matters: without it and the value
-# clip (below), they ruin the policy (RESULTS.md).
+# four steps, in which the clip hardly acts. But with no clip at all (see value_loss), four passes
+# ruin the policy (RESULTS.md).
 #
 # The loss is a mean over tokens, where the derivation has a sum for each response. The factor
 # between the two, the mean length of a response, hardly changes from batch to batch.

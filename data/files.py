@@ -35,7 +35,7 @@ def write_file(path, contents):
         os.replace(beside, path)
     except (OSError, RuntimeError) as error:
         failed = f"cannot be written ({reason(error)})"
-        raise UserError(f"{path}: {failed}; what was there before is still there")
+        raise UserError(f"{path}: {failed}; any old file is intact")
     finally:
         beside.unlink(missing_ok=True)
 

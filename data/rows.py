@@ -41,7 +41,7 @@ def held_out(prompts, share=SHARE):
 
 def load_rows(path, task):
     """A file of "sft", "pref" or "prompts" -> a tuple of strings per row. Other keys are ignored.
-    UserError names a line in which a key is missing or its value no string."""
+    UserError names a line in which a key is missing or not a string."""
     keys, rows = KEYS[task], []
     wanted = f"expected one JSON object per line with {', '.join(keys)} as strings"
     for number, row in read_jsonl(path).items():
@@ -90,7 +90,7 @@ def substitute(folder, task, split, missing):
 
 def write_rows(folder, task, rows, overwrite, share=SHARE):
     """Write rows (tuples of strings) into the train and the val file of a task, and say how many.
-    UserError if one that gets rows is there, unless overwrite."""
+    UserError if a file to write exists, unless overwrite."""
     aside, keys = held_out((row[0] for row in rows), share), KEYS[task]
     splits = {"train": [], "val": []}
     for row in rows:
@@ -98,7 +98,7 @@ def write_rows(folder, task, rows, overwrite, share=SHARE):
     paths = {folder / f"{task}_{split}.jsonl": rows for split, rows in splits.items() if rows}
     for path in paths:
         if path.exists() and not overwrite:
-            raise UserError(f"{path}: is there already; choose another --out, or --overwrite")
+            raise UserError(f"{path}: already exists; choose another --out, or --overwrite")
     for path, rows in paths.items():
         write_jsonl(path, rows)
         print(f"{path}: {len(rows):,} rows written")

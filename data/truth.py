@@ -1,5 +1,4 @@
-"""What is known of the zoo's truth: the grades of its judge, and the limits that no model can
-pass."""
+"""What is known of the truth of the zoo: its judge's grades, and the limits no model can beat."""
 
 import math
 

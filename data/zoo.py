@@ -1,9 +1,9 @@
-"""The default data set: visitors of a zoo ask, a crowd of uneven helpers answers, a judge grades.
+"""The default data set: visitors to a zoo ask, a crowd of uneven helpers answers, a judge grades.
 
     python -m data.zoo --out data/zoo --seed 0
 
 The crowd is one exact distribution: `crowd(prompt)` lists every text that it may answer, with its
-probability. All rows are drawn from it, so the limits that no model can pass are known
+probability. All rows are drawn from it, so the limits that no model can beat are known
 (data/truth.py). The judge knows facts and manners. It labels the pairs and grades finished models;
 no training step calls it.
 """
@@ -205,7 +205,7 @@ def manners(answer):
 
 
 def cut(text):
-    """Stop after any number of words, none included, or before the full stop."""
+    """Stop after 0 or more words, or before the full stop."""
     words = text.split()
     return [" ".join(words[:k]) for k in range(len(words))] + [text[:-1]]
 
@@ -278,7 +278,7 @@ def crowd(prompt, broken_share=BROKEN["sft"]):
 
 # ----------------------------------------------------------------------
 # The judge. It compares whole sentences, character for character: what is not one of the known
-# sentences is broken text. So there is nothing to exploit in how words are counted.
+# sentences is broken text.
 
 BEST, WORST = 3.0, -3.0
 
@@ -382,7 +382,7 @@ def write_data(folder, seed=0):
     beside it: an interrupted run leaves nothing half-written."""
     folder = Path(folder)
     if folder.exists():
-        raise UserError(f"{folder}: is there already; choose another --out, or remove it")
+        raise UserError(f"{folder}: already exists; choose another --out, or remove it")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
         # One level down: the temporary folder itself is private to this user.

@@ -6,7 +6,7 @@
     python train_ppo.py --models out/1 --out out/2           the second round, and so on:
     python -m examples.iterate --models out/1 --data out/1/data --out out/2
 
-A reward model is right near the text of its pairs, and PPO moves away from that text. So new pairs
+A reward model is reliable only near its pairs, and PPO moves away from them. So new pairs
 are labelled, each with an answer of ppo.pt and one of sft.pt (Christiano et al., arXiv:1706.03741,
 section 2.2; Bai et al., arXiv:2204.05862, section 4.5).
 """
@@ -41,7 +41,7 @@ def main():
     config = read_flags(__doc__, IterateConfig, run=False)
     data, out, config.models = Path(config.data), Path(config.out), Path(config.models)
     if (out / "data").exists():
-        raise UserError(f"{out}/data: is there already; remove it to make it again")
+        raise UserError(f"{out}/data: already exists; remove it to make it again")
     config.device = device_of(config)
     ref, tokenizer = load_sft(config)
     policy = load_descendant(config, out / "ppo.pt", ["ppo"])

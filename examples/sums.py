@@ -55,7 +55,7 @@ def make_rows(seed):
 def main():
     config = read_flags(__doc__, SumsConfig, run=False)
     if Path(config.out).exists():
-        raise UserError(f"{config.out}: is there already; choose another --out, or remove it")
+        raise UserError(f"{config.out}: already exists; choose another --out, or remove it")
     for name, rows in make_rows(config.seed).items():
         write_jsonl(Path(config.out) / f"{name}.jsonl", rows)
         print(f"{config.out}/{name}.jsonl: {len(rows):,} rows")

@@ -32,7 +32,7 @@ def read_contents(path, kinds, hint):
         contents = torch.load(path, map_location="cpu", weights_only=True)
         kind = contents["kind"]
     except Exception as error:  # torch.load raises many kinds of error at a damaged file
-        raise UserError(f"{path}: damaged, or no checkpoint ({type(error).__name__}); {hint}")
+        raise UserError(f"{path}: damaged, or not a checkpoint ({type(error).__name__}); {hint}")
     if kind not in kinds:
         raise UserError(f"{path}: holds {kind!r}, not {' or '.join(map(repr, kinds))}; {hint}")
     return contents

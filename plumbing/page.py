@@ -61,7 +61,7 @@ def warnings_of(stats, kl):
     if len(kl) < 16:  # too few for a reliable mean
         return wrong
     if mean < -4 * error - 1e-4:
-        wrong["sign"] = f"KL {mean:.3f} ± {error:.3f} is below 0: sampling and scoring disagree"
+        wrong["sign"] = f"KL {mean:.3f} ± {error:.3f} is below 0: sampling and update disagree"
     if mean > 100 or stats["entropy"] < 0.02:
         figures = f"KL {mean:.0f}, entropy {stats['entropy']:.3f} nats per token"
         wrong["collapse"] = f"{figures}: the policy may have collapsed (a smaller --lr?)"

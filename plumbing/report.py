@@ -29,10 +29,10 @@ COLUMNS = "judge", "score", "kl", "eos_rate", "response_length", "distinct"
 
 @torch.no_grad()
 def check_start(policy, ref, score, prompts, config):
-    """Before the first update: do sampling and scoring agree? Do the settings suit the scores?
+    """Before the first update: do sampling and update agree? Do the settings suit the scores?
 
     pi / old must be 1 at every token, and the KL 0, unless --policy was given; else UserError. In
-    bfloat16 single tokens are off by its rounding, so there the mean is judged.
+    bfloat16 rounding moves single tokens, so the mean is checked instead.
     """
     if config.kl_target and not config.kl_coef:
         raise UserError("--kl_target multiplies --kl_coef, which is 0: give a --kl_coef above 0")
@@ -60,7 +60,7 @@ def check_start(policy, ref, score, prompts, config):
     nats = (logprobs - ref_logprobs).abs()[mask].max()
     when = "before the first update"
     if not off <= limit:
-        raise UserError(f"{when} a ratio is {off:.4f} off 1: sampling and scoring disagree")
+        raise UserError(f"{when} a ratio is {off:.4f} off 1: sampling and update disagree")
     if not config.policy and not nats <= 1e-3:
         raise UserError(f"{when} a token is {nats:.4f} nats away from the reference, not 0")
     kl = "" if config.policy else " and the KL to the reference is 0"
@@ -76,8 +76,9 @@ def check_start(policy, ref, score, prompts, config):
 def optimal_objective(scores, kl_coef):
     """The largest E[r] - beta KL of any policy: scores (P, M) of M reference samples -> (P,).
 
-    J*(x) = beta log E_ref[exp(r / beta)], with the mean over the samples for E. Rare answers of a
-    high score are missing, so optimality, which is measured against it, is a little too high.
+    J*(x) = beta log E_ref[exp(r / beta)], with the mean over the samples for E. Rare
+    high-scoring answers are missing, so optimality, which is measured against it, is a little too
+    high.
     """
     return kl_coef * (torch.logsumexp(scores / kl_coef, 1) - math.log(scores.shape[1]))
 

@@ -88,9 +88,9 @@ class Run:
             self.load()
         elif self.state_path.exists() and not config.overwrite:
             hint = "--resume continues it, --overwrite starts over"
-            raise UserError(f"{self.state_path}: a run is there; {hint}")
+            raise UserError(f"{self.state_path}: a run already exists; {hint}")
         elif self.path.exists() and not config.overwrite:
-            raise UserError(f"{self.path}: a model is there; --overwrite makes it again")
+            raise UserError(f"{self.path}: a model already exists; --overwrite makes it again")
         elif config.resume:
             print(f"--resume: {self.state_path} is not there, so this run starts at the beginning")
         if config.tensorboard:
@@ -121,9 +121,7 @@ class Run:
         for name in {**old, **self.settings}:  # flags first, then what they lead to
             if old.get(name) != self.settings.get(name):
                 was = f"other {name}" if name in self.sources else f"{name} = {old.get(name)}"
-                raise UserError(
-                    f"{self.state_path} was saved with {was}; give the same, or {again}"
-                )
+                raise UserError(f"{self.state_path} was saved with {was}; use the same ({again})")
         for name, part in self.stateful.items():
             part.load_state_dict(contents[name])
         for name in self.SAVED:
@@ -140,8 +138,8 @@ class Run:
             sys.exit()
 
     def steps(self, validate=None, val_rows=()):
-        """Yield the steps that are still to be made. After Ctrl-C or SIGTERM the loop ends its
-        step, saves and stops.
+        """Yield the steps that are left. After Ctrl-C or SIGTERM the loop ends its step, saves and
+        stops.
 
         validate(model, rows, size) -> figures, "val_loss" among them, for some of val_rows, `size`
         in memory at once: called ten times in a run, and the weights of the lowest loss are kept.
@@ -210,7 +208,7 @@ class Run:
             print(f"{place}  {numbers}  {clock(self.seconds)}, {left} left", flush=True)
 
     def write_log(self, line):
-        """Log this step. Lines after the last save are dropped: those steps are made again."""
+        """Log this step. Lines after the last save are dropped: those steps are repeated."""
         if self.log is None:  # from here on the files of an earlier run are overwritten
             lines = [x for x in read_log(self.log_path) if x["step"] < self.step]
             write_jsonl(self.log_path, lines)

@@ -21,7 +21,7 @@ class RunConfig:
     device: str = "auto"  # auto, cpu or cuda
     seed: int = 0  # random seed; on a CPU, the same seed reproduces a run
     resume: bool = False  # go on where an interrupted run stopped
-    overwrite: bool = False  # start over, although a run is there, finished or not
+    overwrite: bool = False  # start over, even if a run exists, finished or not
     tensorboard: bool = False  # write the metrics for TensorBoard too, into out/tensorboard
 
 
@@ -143,5 +143,5 @@ def explain(error):
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'the output'}: {error.strerror}"
     if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", text):
-        return f"not enough memory ({text[:100]}); --micro_batch 1 needs less, also with --resume"
+        return f"not enough memory ({text[:100]}); try --micro_batch 1 (allowed with --resume)"
     return ""

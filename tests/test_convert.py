@@ -102,7 +102,7 @@ def test_files_are_replaced_on_request_and_hold_out_the_same(tmp_path):
     before = rows_of(out, "sft_train", "sft_val")
     for flags, name in ("", "sft_train"), ("--val 1", "sft_val"):
         status, _, err = convert(tmp_path, data, f"{SFT} {flags}")
-        assert status == 2 and f"{name}.jsonl: is there already" in err
+        assert status == 2 and f"{name}.jsonl: already exists" in err
         assert rows_of(out, "sft_train", "sft_val") == before
     assert convert(tmp_path, data, f"{SFT} --overwrite")[0] == 0
     # Of the same questions in other files the same are held out, one in twenty.

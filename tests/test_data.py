@@ -40,7 +40,7 @@ def test_a_folder_gets_its_name_when_its_files_are_whole(tmp_path, monkeypatch):
     command(zoo.__doc__, zoo.FLAGS, zoo.main)
     rows = [tuple(row.values()) for row in zoo.make_rows(7)["pref_val"]]
     assert load_rows(tmp_path / "a" / "pref_val.jsonl", "pref") == rows
-    with pytest.raises(UserError, match="a: is there already"):
+    with pytest.raises(UserError, match="a: already exists"):
         zoo.write_data(tmp_path / "a")
 
     def interrupt(path, rows):

@@ -44,7 +44,7 @@ def test_two_in_five_sums_are_right_and_score(tmp_path):
     expected = {i * sign: 0.06 for i in (1, 2, 9, 10, 11) for sign in (1, -1)} | {0: 0.4}
     assert shares == pytest.approx(expected, abs=0.01)
     assert sums.score(["23 + 48 ="] * 5, [" 71", "71", " 071", " 71 ", ""]) == [1.0] + [0.0] * 4
-    assert "is there already" in run("examples/sums.py", "--out", folder)[2]
+    assert "already exists" in run("examples/sums.py", "--out", folder)[2]
 
 
 def test_an_ensemble_gives_the_mean_or_the_minimum(made, tmp_path):

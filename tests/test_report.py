@@ -209,7 +209,7 @@ def test_table_and_notes_show_figures_and_safe_text():
 # What is changed, and what is said; an exclamation mark if the run ends.
 START = """
 off=0.0005, micro_batch=4 -> checked: before the first update the ratio is 1 and the KL
-off=0.002 -> !a ratio is 0.0020 off 1: sampling and scoring disagree
+off=0.002 -> !a ratio is 0.0020 off 1: sampling and update disagree
 off=float("nan") -> !a ratio is nan
 off=0.2, half=True, moved=0.01, policy="x.pt" -> checked:
 off=1.0, half=True -> !a ratio is

@@ -26,7 +26,9 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     errors = [KeyboardInterrupt(), OSError(28, full), RuntimeError(full + "\nat"), RuntimeError()]
     errors[1].__context__, errors[3].__context__ = KeyError(), OSError(28, full)
     for _ in range(3):
-        with pytest.raises(UserError, match=rf"x: cannot be written \({full}\); what was there"):
+        with pytest.raises(
+            UserError, match=rf"x: cannot be written \({full}\); any old file is intact"
+        ):
             files.write_file(path, fail)
     with pytest.raises(KeyboardInterrupt):
         files.write_file(path, fail)

@@ -165,14 +165,14 @@ def finish(out):
 
 def test_a_run_is_overwritten_on_request_alone(tmp_path, capsys):
     finish(tmp_path)
-    with pytest.raises(UserError, match="a run is there; --resume continues it, --overwrite"):
+    with pytest.raises(UserError, match="a run already exists; --resume continues it, --overwrite"):
         begin(tmp_path)
     with pytest.raises(SystemExit, match="^$"):
         begin(tmp_path, resume=True)
     assert "rm.pt is finished; --overwrite" in capsys.readouterr().out
     (tmp_path / "rm_state.pt").unlink()
     for resume in (False, True):
-        with pytest.raises(UserError, match="rm.pt: a model is there; --overwrite"):
+        with pytest.raises(UserError, match="rm.pt: a model already exists; --overwrite"):
             begin(tmp_path, resume=resume)
     finish(tmp_path)
     (tmp_path / "rm.pt").unlink()

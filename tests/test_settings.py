@@ -35,7 +35,7 @@ variations/rloo.py --temperature 0 -> temperature (0.0): should be above 0
 variations/dpo.py --minibatches 9 --batch_size 8 -> minibatches (9)
 variations/dpo.py --kl_coef 0 -> kl_coef (0.0)
 rm rm.pt; ppo -> rm.pt: not found; train_rm.py makes it
-echo damaged > rm.pt; ppo -> rm.pt: damaged, or no checkpoint ... train_rm.py makes it
+echo damaged > rm.pt; ppo -> rm.pt: damaged, or not a checkpoint ... train_rm.py makes it
 rm sft.pt; ppo --models DIR -> sft.pt: not found; train_sft.py makes it
 ppo --reward math -> math: ... should be module:function
 ppo --reward test_settings:few --separate_critic -> --separate_critic starts from the reward model
@@ -191,7 +191,7 @@ def fail(error):
         (BrokenPipeError(32, "Broken pipe"), 2, "the output: Broken pipe\n"),
         (OSError(28, "No space left", "a.txt"), 2, "a.txt: No space left\n"),
         (RuntimeError("CUDA out of memory.\nall"), 2, "not enough memory (CUDA out of memory.)"),
-        (MemoryError(), 2, "not enough memory (); --micro_batch 1 needs less"),
+        (MemoryError(), 2, "not enough memory (); try --micro_batch 1"),
         (KeyboardInterrupt("stopped; step 3 is saved"), 130, "stopped; step 3 is saved\n"),
         (KeyboardInterrupt(), 130, "stopped; files written before are whole\n"),
     ],

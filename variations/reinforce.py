@@ -22,7 +22,7 @@ from train_ppo import train
 
 @dataclass
 class Settings(PolicyGradientConfig):
-    total: bool = False  # a token answers for all rewards of the response, not from itself on
+    total: bool = False  # each token is credited with all rewards, earlier ones too
     baseline: bool = False  # subtract the value of the state, and train the values
     vf_coef: float = 0.1  # weight of the value loss, with --baseline
 
