@@ -1,11 +1,10 @@
-"""minippo: RLHF with PPO, from scratch, in one file. Read it from the top; run it.
+"""minippo: RLHF with PPO, from scratch, in one file.
 
-RLHF (reinforcement learning from human feedback) teaches a language model to do what people prefer,
-in three stages with a script each. Supervised fine-tuning (SFT, train_sft.py) imitates
-demonstrations. A reward model (train_rm.py) learns which of two answers people prefer, and gives
-each answer a score. PPO (train_ppo.py) raises the scores, but keeps the model close to the SFT
-model. For prompts x and responses y (also called answers or completions), which are sampled from
-the policy pi, PPO maximises
+RLHF (reinforcement learning from human feedback) has three stages. Supervised fine-tuning (SFT,
+train_sft.py) teaches a language model to imitate demonstrations. A reward model (train_rm.py)
+learns which of two answers people prefer, and gives each answer a score. PPO (train_ppo.py) raises
+the scores, but keeps the model close to the SFT model. For prompts x and responses y (also called
+answers or completions), PPO maximises
 
     J(pi) = E[ score(x, y) ] - beta * KL(pi || ref)
 
@@ -15,7 +14,7 @@ The *policy* pi is the language model, seen as a rule for choosing the next toke
 ref is the frozen SFT model. KL(pi || ref), the Kullback-Leibler divergence, is the mean of
 log pi(y | x) - log ref(y | x) over responses y of pi: how far the policy has moved, in nats (the
 unit of natural logarithms). Beta (kl_coef in the code) is the penalty per nat. E is the mean over
-prompts and sampled responses. PPO repeats four phases:
+prompts and responses of pi. PPO repeats four phases:
 
     prompts --> 1. policy --> responses, log pi, values -----------------+
                      ^            |                                      |
@@ -24,16 +23,15 @@ prompts and sampled responses. PPO repeats four phases:
                      |                                                   v
                      +---- 4. update: the clipped loss <---- 3. rewards, advantages
 
-    policy            starts as the SFT model; trained                    log pi of each token
-    value function    a second head on the policy; trained                reward still to come
-    reference         the SFT model; frozen                               log ref of each token
-    reward model      the SFT model with a new head, trained; now frozen  one score per response
+    policy            starts as the SFT model; trained          log pi of each token
+    value function    a second head on the policy; trained      reward still to come
+    reference         the SFT model; frozen                     log ref of each token
+    reward model      SFT model, new head; trained, now frozen  one score per response
 
-A *score* rates a whole response. A *reward* belongs to a token: minus beta times its KL, plus the
-score if it is the last.
+A *score* rates a whole response, a *reward* belongs to one token.
 
 Shapes: B rows in a batch, T columns, C channels, H attention heads, V tokens in the vocabulary, N
-response tokens (see the mask below).
+response tokens.
 
 One convention holds everywhere. A row starts at column 0: a prompt, its response, then padding,
 which no response sees, because attention is causal. Choosing token t + 1 is the *action* taken in
@@ -52,17 +50,15 @@ log pi at index 1 is that of token 2, "sweet". With the prompt "Bees eat", a sco
     value        .      0.80   1.00   1.20   .              prediction: sum of the rewards to come
 
 Phase 3 (section 5): how much better than expected did each action turn out? The value after the
-last action counts as 0. (The settings gamma and lam of gae() are 1 here.)
+last action counts as 0. (Here gamma and lam of gae() are 1, and this row is the whole batch.)
 
     delta        .      0.15   0.22   0.18   .              reward + next value - value
     advantage    .      0.55   0.40   0.18   .              sum of this delta and all later ones
     return       .      1.35   1.40   1.38   .              advantage + value: rewards from here on
-    whitened     .      1.14   0.15  -1.29   .              the advantages of the batch (here: this
-                                                            row), scaled to mean 0, variance 1
+    whitened     .      1.14   0.15  -1.29   .              scaled to mean 0, variance 1 in a batch
 
-Phase 4 makes actions with a whitened advantage above 0 more probable, and those with one below 0
-less probable. (<eos> turned out better than expected, but by less than average, and whitening
-subtracts the average.) Section 5 continues the example.
+Phase 4 makes actions with a whitened advantage above 0 more probable, those below 0 less. (<eos>
+turned out better than expected, but by less than average, and whitening subtracts the average.)
 """
 
 import copy
@@ -73,7 +69,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-# --------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------
 # 1. The networks
 #
 # GPT-2 (Radford et al., 2019) without dropout, which would make sampling and update disagree about
@@ -111,7 +107,7 @@ class Attention(nn.Module):
         """(B, T, C) -> (B, T, C).
 
         cache: a list for the keys and values of the earlier positions, to which this call adds its
-        own. If there are earlier positions, T must be 1.
+        own. Unless it is empty, T must be 1.
         """
         q, k, v = (y.unflatten(-1, (self.heads, -1)) for y in self.qkv(x).chunk(3, -1))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, C/H)
@@ -200,7 +196,7 @@ class RewardModel(nn.Module):
     After training, train_rm.py sets `mean` and `std`, so that the SFT model's own answers have mean
     0 and standard deviation 1, and beta means the same for any reward model. It also sets `cap`,
     the score that one in a hundred of these answers exceeds. Higher scores are lowered to it,
-    because the reward model is often wrong about scores so high (arXiv:2502.18770).
+    because they are often wrong (arXiv:2502.18770).
     """
 
     def __init__(self, gpt):
@@ -222,7 +218,7 @@ class RewardModel(nn.Module):
         return torch.minimum(scores, self.cap)
 
 
-# --------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------
 # 2. Log-probabilities and masks
 #
 # Sums and means run over response tokens only: x[mask] picks these N tokens. Prompts or padding
@@ -291,7 +287,7 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0, with_entropy=False):
     return [blank.masked_scatter(mask, x) for x in (logprobs, values, entropy)]
 
 
-# --------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------
 # 3. Sampling
 #
 # To add a token, a transformer need not reread the row: attention needs only the keys and values of
@@ -323,11 +319,10 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
 
     The rows advance together. Prompts of 1, 2 and 4 tokens (p), sampled tokens (s), <eos> (e):
 
-        column    0  1  2  3  4  5
-        row 0     p  s  s  e             column 0 is read for all rows, then a token is drawn for
-        row 1     p  p  s  s  s  s       column 1 in all of them; rows 1 and 2 discard it and keep
-        row 2     p  p  p  p  s  e       their prompt's token. Row 0 ends at column 3 and drops out.
-                                         Row 1 is cut off by max_new_tokens = 4.
+        column    0  1  2  3  4  5    Column 0 is read for all rows, then a token is drawn for
+        row 0     p  s  s  e          column 1; rows 1 and 2 discard it and keep their prompt's.
+        row 1     p  p  s  s  s  s    Row 0 ends at column 3 and drops out. Row 1 is cut off by
+        row 2     p  p  p  p  s  e    max_new_tokens = 4.
 
     draw: logits (rows, V) -> tokens (rows,), to watch or replace the sampling.
     """
@@ -360,7 +355,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0, draw=draw):
     return tokens, mask, logprobs, values
 
 
-# --------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------
 # 4. The reward model's loss
 #
 # Usually two answers to a prompt are sampled from the SFT model, and a person picks the better one,
@@ -386,7 +381,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
     return loss, {"accuracy": accuracy.item(), "margin": margin.mean().item()}
 
 
-# --------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------
 # 5. From the policy gradient to PPO (Schulman et al., arXiv:1707.06347), and to PPO for language
 # models (Ziegler et al., arXiv:1909.08593)
 #
@@ -449,8 +444,7 @@ def kl_per_response(logprobs, ref_logprobs, mask):
 
 
 def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
-    """The reward of each token (InstructGPT, eq. 2): scores (B,), the rest (B, T-1) -> (B, T-1).
-    Each token pays beta per nat of its KL; the score is added at the last."""
+    """The reward of each token (InstructGPT, eq. 2): scores (B,), the rest (B, T-1) -> (B, T-1)."""
     check_mask(mask, logprobs, ref_logprobs)
     check_mask(mask[:, 0], scores)  # one score per row
     rewards = torch.where(mask, -kl_coef * (logprobs - ref_logprobs), 0.0)
@@ -468,17 +462,15 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 #
 # Why does the KL go into the reward, and not into the loss? A token decides which states come
 # later, and so changes their KL. If the KL is a reward, the return of a token contains its own d
-# and those of all later tokens. If k2 is used as a loss, its gradient is d * grad log pi: each
-# token answers only for its own d. Used as a loss, k1 would teach nothing: its gradient is grad log
-# pi, whose mean is 0.
+# and all later ones. As a loss, k2 has the gradient d * grad log pi: each token answers only for
+# its own d. As a loss, k1 would teach nothing: its gradient, grad log pi, has mean 0.
 #
 # The third change: a baseline. Any number that does not depend on the action may be subtracted from
 # the return: on average this changes nothing, because E[grad log pi] = 0. (Without a baseline,
 # scores that are all positive push up every response, good or bad.) PPO subtracts the *value* v, a
-# prediction of the return from this state. The difference is the *advantage* A: how much better
-# than expected this action turned out. (In textbooks, A = Q - V. Q is the expected return once the
-# action is chosen; reward + next value estimates Q.) The value function is the *critic*, the policy
-# the *actor*.
+# prediction of the return from this state. The difference is the *advantage* A. (Textbooks
+# write A = Q - V, where Q is the expected return once the action is chosen; reward + next value
+# estimates Q.) The value function is the *critic*, the policy the *actor*.
 
 
 def gae(rewards, values, mask, gamma, lam):
@@ -520,10 +512,10 @@ def whiten(x, mask):
     """Shift and scale x, (B, T-1), to mean 0 and standard deviation 1 over the mask; 0 elsewhere.
     If all numbers are equal, up to rounding, they become 0.
 
-    This makes the policy loss independent of the scale of the rewards: if scores, beta and values
-    are multiplied by 10, the whitened advantages stay the same. The mean acts as one more baseline.
-    Whitening hides the size of the advantages: those of nearly equal responses are scaled up, noise
-    included. Returns are never whitened: the values must learn their true size.
+    If scores, beta and values are multiplied by 10, the whitened advantages, and with them the
+    policy loss, stay the same. The mean acts as one more baseline. Whitening hides the size of the
+    advantages: those of nearly equal responses are scaled up, noise included. Returns are never
+    whitened: the values must learn their true size.
     """
     check_mask(mask, x)
     selected = x[mask]
@@ -544,7 +536,7 @@ def whiten(x, mask):
 # ratio * A * grad log pi, because grad pi = pi * grad log pi. At ratio 1, where an update begins,
 # this is the policy gradient. Far from 1, a few large ratios dominate. So PPO clips the ratio.
 #
-# Do not confuse the old policy with the reference, the frozen SFT model. The ratio compares pi with
+# Do not confuse the old policy with the reference. The ratio compares pi with
 # old, the KL compares pi with ref. The clip does not replace the KL: it keeps each update small
 # (as a constraint on KL(old || pi) did in TRPO, PPO's forerunner), but small steps add up.
 #
@@ -557,8 +549,7 @@ def whiten(x, mask):
 #     A              1.14   0.15  -1.29     the whitened advantage
 #     clipped        1.20   1.11   0.80
 #     ratio * A      1.46   0.17  -0.96
-#     clipped * A    1.37   0.17  -1.04     the smaller one, or equal, so the loss is
-#                                           -(1.37 + 0.17 - 1.04) / 3 = -0.17
+#     clipped * A    1.37   0.17  -1.04     smaller or equal: loss -(1.37 + 0.17 - 1.04) / 3 = -0.17
 #     gradient       0      0.17   0        what multiplies grad log pi
 #
 # Where the clipped product is the smaller one, there is no gradient, because a clipped ratio is a
@@ -569,13 +560,12 @@ def whiten(x, mask):
 # Likewise, a ratio of the last token (A = -1.29) that had risen to 1.30 would be pushed down:
 # 1.30 A = -1.68 is less than 1.20 A = -1.55.
 #
-#     gradient    ratio < 1 - eps            in between                 ratio > 1 + eps
-#     A > 0       ratio * A * grad log pi    ratio * A * grad log pi    0
-#     A < 0       0                          ratio * A * grad log pi    ratio * A * grad log pi
+#     gradient    ratio < 1 - eps    in between    ratio > 1 + eps    (x: ratio * A * grad log pi)
+#     A > 0       x                  x             0
+#     A < 0       0                  x             x
 #
-# A single step can still carry a ratio out of the range. By default each batch gets one pass of
-# four steps, in which the clip hardly acts. But with no clip at all (see value_loss), four passes
-# ruin the policy (RESULTS.md).
+# A single step can still carry a ratio out of the range. In one pass of four steps, the default,
+# the clip hardly acts; four passes without any clip ruin the policy (RESULTS.md).
 #
 # The loss is a mean over tokens, where the derivation has a sum for each response. The factor
 # between the two, the mean length of a response, hardly changes from batch to batch.
@@ -605,10 +595,10 @@ def value_loss(values, old_values, returns, mask, clip):
 
     Published code usually clips the values too, so that they do not follow one noisy batch too far.
     The loss is the larger of two errors: that of the value, and that of the value moved by at most
-    `clip`. (The policy loss takes the smaller of two gains; likewise, this takes the larger of two
-    losses.) The first value of the header, 0.80, should become 1.35. If it moves to 1.10, its error
-    is 0.25^2 / 2 = 0.03. With clip 0.2 it may move to 1.00, where the error is 0.35^2 / 2 = 0.06.
-    So 0.06 counts, and has no gradient, as the clipped value is a constant.
+    `clip`. (The policy loss takes the smaller of two gains.) The first value of the header, 0.80,
+    should become 1.35. If it moves to 1.10, its error is 0.25^2 / 2 = 0.03. With clip 0.2 it may
+    move to 1.00, where the error is 0.35^2 / 2 = 0.06. So 0.06 counts, and has no gradient, as the
+    clipped value is a constant.
     """
     check_mask(mask, values, old_values, returns)
     values, old_values, returns = values[mask], old_values.detach()[mask], returns.detach()[mask]
@@ -619,7 +609,7 @@ def value_loss(values, old_values, returns, mask, clip):
     return loss, {"value_loss": loss.item(), "value_clip_frac": stopped.float().mean().item()}
 
 
-# --------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------
 # 6. The loop
 #
 # A *rollout* is a batch of sampled responses and what is recorded about them, a dict:
@@ -656,7 +646,7 @@ class PolicyGradientConfig:
 @dataclass
 class PPOConfig(PolicyGradientConfig):
     gamma: float = 1.0  # discount per token
-    lam: float = 1.0  # GAE's lambda: 0 trusts the value function, 1 the sampled return; see gae()
+    lam: float = 1.0  # GAE's lambda: 0 trusts the value function, 1 the sampled return
     whiten: bool = True  # advantages with mean 0 and standard deviation 1
     clip_eps: float = 0.2  # no gain from moving a ratio further from 1 than this; inf: no clip
     value_clip: float = 0.2  # no lower loss from moving a value further than this; inf: no clip
@@ -819,7 +809,7 @@ def batch_metrics(batch, config):
     mask, scores, old_logprobs = batch["mask"], batch["scores"], batch["old_logprobs"]
     kl, kl_k3 = kl_per_response(old_logprobs, batch["ref_logprobs"], mask)
     means = {"score": scores, "kl": kl, "kl_k3": kl_k3, "rlhf_reward": scores - config.kl_coef * kl}
-    means["entropy"] = -old_logprobs[mask]  # an estimate: E[-log pi], over what was sampled
+    means["entropy"] = -old_logprobs[mask]  # an estimate of E[-log pi]
     means |= {"response_length": mask.sum(1).float(), "eos_rate": batch["ended"].float()}
     stats = {name: x.mean().item() for name, x in means.items()}
     if "returns" in batch:
@@ -828,8 +818,8 @@ def batch_metrics(batch, config):
     return stats | {"kl_coef": config.kl_coef}
 
 
-# --------------------------------------------------------------------------------------------------
-# `python minippo.py`: a tiny GPT that writes random letters learns to write what a function likes.
+# ------------------------------------------------------------
+# `python minippo.py`: a tiny GPT learns to write what a function likes.
 
 
 def trace(batch, row, spell):
