@@ -96,7 +96,7 @@ def stage(kind, data, out, *flags, **more):
 
 
 def write_models(folder):
-    """data/, sft.pt and rm.pt for stage 3. Half of the responses end."""
+    """data/, sft.pt and rm.pt for stage 3, and a ppo.pt. Half of the responses end."""
     write_data(folder / "data")
     torch.manual_seed(1)
     rows = load_rows(folder / "data" / "prompts_train.jsonl", "prompts")
@@ -108,4 +108,5 @@ def write_models(folder):
     save_checkpoint(folder / "sft.pt", "sft", sft, tokenizer, val_loss=5.0)
     figures = {"val_loss": 0.6, "val_accuracy": 0.7, "sft": fingerprint(folder / "sft.pt")}
     save_checkpoint(folder / "rm.pt", "rm", model, tokenizer, **figures)
+    save_checkpoint(folder / "ppo.pt", "ppo", stir(sft, 0.1), tokenizer, sft=figures["sft"])
     return folder

@@ -17,7 +17,7 @@ def same_random_numbers():
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory):
-    """-> a folder named out, with data/, sft.pt and rm.pt, for reading only."""
+    """-> a folder named out, with data/, sft.pt, rm.pt and ppo.pt, for reading only."""
     from cli import write_models  # here, because the tests of the mutants import nothing before
 
     return write_models(tmp_path_factory.mktemp("made") / "out")

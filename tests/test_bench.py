@@ -51,14 +51,6 @@ def test_every_command_line_of_a_table_parses(name, tmp_path, monkeypatch):
         assert ("/sums/" in error) == (name == "sums")
 
 
-@pytest.mark.parametrize("name", ["critic", "pictures", "pretrained", "speed", "tables"])
-def test_each_program_has_help(name):
-    if name == "pretrained":
-        pytest.importorskip("transformers")
-    status, printed, error = run(f"bench/{name}.py", "-h")
-    assert (status, error) == (0, "") and f"python -m bench.{name}" in printed
-
-
 def test_the_best_policy_is_reference_times_exp_of_score(made, monkeypatch):
     kept = []
     monkeypatch.setattr(results, "models_folder", lambda *x: {("zoo", 2): made}[x])

@@ -489,7 +489,7 @@ def test_the_loss_of_ppo_is_the_sum_of_its_terms(seed):
     }
     k2 = ((logprobs - ref) ** 2 / 2).mean()
     total = expected["policy_loss"] + 0.5 * expected["value_loss"] + 0.3 * k2 - 0.1 * entropy.mean()
-    loss, stats = ppo_loss(policy, batch, ALL_TERMS)
+    loss, stats = ppo_loss(policy, padded_otherwise(batch, 2, EOS, nan), ALL_TERMS)
     assert_equal(gradient(loss, policy), gradient(total, policy))
     expected = {name: x.item() for name, x in (expected | {"loss": total}).items()}
     assert stats == pytest.approx(expected)

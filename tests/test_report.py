@@ -307,8 +307,3 @@ def test_an_iteration_is_judged_shown_and_traced(tmp_path, capsys):
         ids = [*dict.fromkeys([*p[:, 0].argsort(descending=True)[:3].tolist(), action])]
         assert [text for text, *_ in likely] == [TOKENIZER.spell(i) for i in ids]
         assert_equal(f64([row[1:] for row in likely]), p[ids])
-
-
-def test_iterations_are_traced_more_and_more_rarely():
-    steps = [step for step in range(1, 300) if page.traced(step, 250)]
-    assert steps == [1, 2, 5, 10, 20, 50, 100, 200, 250]

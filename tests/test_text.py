@@ -6,8 +6,8 @@ import pytest
 
 from cli import write_rows
 from data.files import UserError
-from plumbing.text import Tokenizer, by_length, completion_tokens, encode_rows, in_parts, pad
-from plumbing.text import pad_completions, read_prompts, spread_over, texts_of
+from plumbing.text import Tokenizer, encode_rows
+from plumbing.text import pad_completions, read_prompts, texts_of
 
 TOKENIZER = Tokenizer.train(["ab ab"], 258)
 A, B, C, D, E = map(ord, "abcde")
@@ -37,22 +37,6 @@ def test_rows_are_encoded_skipped_or_cut(tmp_path, capsys):
     assert not capsys.readouterr().out
     write_rows(tmp_path, prompts_val=[("a",)])
     assert read_prompts(tmp_path, "val", TOKENIZER, 9) == [[A]]
-
-
-def test_rows_are_padded_on_the_right_with_a_mask_over_the_completion():
-    rows = [([1, 2], [7]), ([3], [8, 9, 10]), ([4, 5, 6], [11, 12])]
-    tokens, mask = pad_completions(rows)
-    assert tokens.tolist() == [[1, 2, 7, 0, 0], [3, 8, 9, 10, 0], [4, 5, 6, 11, 12]]
-    assert mask.int().tolist() == [[0, 1, 0, 0], [1, 1, 1, 0], [0, 0, 1, 1]]
-    assert pad([[1], [2, 3]])[1].tolist() == [1, 2] and completion_tokens(rows) == 6
-
-
-def test_rows_are_sorted_spread_and_cut():
-    rows = [("ab", "c"), ("d", "e"), ("", "fgh"), ("", "i")]
-    assert by_length(rows) == [rows[i] for i in (3, 1, 0, 2)]
-    for n, step in ((1, 10), (3, 4), (10, 1), (99, 1)):
-        assert spread_over(range(10), n) == range(0, 10, step)
-    assert in_parts("abcdefg", 2) == ["ab", "cd", "ef", "g"]
 
 
 def test_any_text_survives_and_none_gives_the_end_token():
