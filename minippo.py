@@ -486,10 +486,10 @@ def gae(rewards, values, mask, gamma, lam):
                                       lam 0.9    0.49   0.38   0.18
                                       lam 0      0.15   0.22   0.18
 
-    lam = 1 gives the sampled return minus the value (*Monte Carlo*): unbiased, but noisy. lam = 0
-    gives only delta, which trusts the next value (*bootstrapping*): less noisy, but biased where
-    the values are wrong. For responses of hundreds of tokens, start with lam = 0.95: the noise of
-    lam = 1 grows with the number of rewards.
+    With lam = 1 the values in between cancel: A is the sampled return minus the value (*Monte
+    Carlo*), unbiased, but noisy. lam = 0 gives only delta, which trusts the next value
+    (*bootstrapping*): less noisy, but biased where the values are wrong. For responses of hundreds
+    of tokens, start with lam = 0.95: the noise of lam = 1 grows with the number of rewards.
 
     With gamma below 1, later rewards count less. For text, gamma = 1 is usual: a long answer is
     worth no less than a short one. No reward follows the last action, so the value after it counts
@@ -513,9 +513,9 @@ def whiten(x, mask):
     If all numbers are equal, up to rounding, they become 0.
 
     If scores, beta and values are multiplied by 10, the whitened advantages, and with them the
-    policy loss, stay the same. The mean acts as one more baseline. Whitening hides the size of the
-    advantages: those of nearly equal responses are scaled up, noise included. Returns are never
-    whitened: the values must learn their true size.
+    policy loss, stay the same: one learning rate suits them all. The mean acts as one more
+    baseline. Whitening hides the size of the advantages: those of nearly equal responses are scaled
+    up, noise included. Returns are never whitened: the values must learn their true size.
     """
     check_mask(mask, x)
     selected = x[mask]
@@ -545,7 +545,7 @@ def whiten(x, mask):
 # step, with eps 0.2 (computed from unrounded numbers):
 #
 #     log pi now    -0.25  -1.10  -0.40     of the same actions
-#     ratio          1.28   1.11   0.74     pi now / old: exp(log pi now - log pi)
+#     ratio          1.28   1.11   0.74     pi / old: exp(log pi now - log pi)
 #     A              1.14   0.15  -1.29     the whitened advantage
 #     clipped        1.20   1.11   0.80
 #     ratio * A      1.46   0.17  -0.96
@@ -594,11 +594,11 @@ def value_loss(values, old_values, returns, mask, clip):
     """Half the mean squared error of the values: (B, T-1) each -> scalar, stats.
 
     Published code usually clips the values too, so that they do not follow one noisy batch too far.
-    The loss is the larger of two errors: that of the value, and that of the value moved by at most
-    `clip`. (The policy loss takes the smaller of two gains.) The first value of the header, 0.80,
-    should become 1.35. If it moves to 1.10, its error is 0.25^2 / 2 = 0.03. With clip 0.2 it may
-    move to 1.00, where the error is 0.35^2 / 2 = 0.06. So 0.06 counts, and has no gradient, as the
-    clipped value is a constant.
+    The loss is the larger of two errors: that of the value, and that of the value kept within
+    `clip` of the old one. (The policy loss takes the smaller of two gains.) The first value of the
+    header, 0.80, should become 1.35. If it moves to 1.10, its error is 0.25^2 / 2 = 0.03. With clip
+    0.2 it may move to 1.00, where the error is 0.35^2 / 2 = 0.06. So 0.06 counts, and has no
+    gradient, as the clipped value is a constant.
     """
     check_mask(mask, values, old_values, returns)
     values, old_values, returns = values[mask], old_values.detach()[mask], returns.detach()[mask]
@@ -615,7 +615,7 @@ def value_loss(values, old_values, returns, mask, clip):
 # A *rollout* is a batch of sampled responses and what is recorded about them, a dict:
 #
 #     (B, T)      tokens
-#     (B,)        scores (less penalties), ended (by the end token?)
+#     (B,)        scores (less penalties), ended (not cut off)
 #     (B, T-1)    mask, old_logprobs, old_values, ref_logprobs; phase 3 adds rewards, returns, and
 #                 advantages, which multiply the ratios in the policy loss
 #

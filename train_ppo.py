@@ -64,7 +64,7 @@ def train(
         stats = ppo_update(policy, optimizer, batch, config, loss)  # phase 4
         stats |= batch_metrics(batch, config)
         schedule.step()
-        if config.kl_target:  # raise beta if the KL is too high (Ziegler et al., arXiv:1909.08593)
+        if config.kl_target:  # beta follows the KL (Ziegler et al., arXiv:1909.08593)
             error = min(max(stats["kl"] / config.kl_target - 1, -0.2), 0.2)
             config.kl_coef *= 1 + error * config.batch_size / 10_000
         if config.ref_update_every and (step + 1) % config.ref_update_every == 0:
