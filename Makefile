@@ -7,7 +7,7 @@ SIDE_BY_SIDE := -n auto
 help:
 	@echo "make run     the three scripts in order on the default data, then the report (writes out/); it resumes where it was stopped"
 	@echo "make test    the tests"
-	@echo "make mutants puts known bugs back, one at a time, and shows the test that catches each"
+	@echo "make mutants puts known bugs back, one at a time: each makes a test fail"
 	@echo "make bench   how long an iteration takes, beside TRL (needs make run first, and trl==1.12.0)"
 	@echo "make lint    ruff"
 	@echo "make check   lint, tests, mutants, and the three scripts on a tiny setting"

@@ -1,4 +1,4 @@
-"""When does a value function pay? The task of `python minippo.py` with words of up to 32 letters.
+"""When does a value function pay? The task of `python minippo.py` with up to 32 sampled letters.
 
     python -m bench.critic      ten seeds, batches of 4 to 64 responses, a quarter of an hour
 

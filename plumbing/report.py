@@ -31,7 +31,7 @@ COLUMNS = "judge", "score", "kl", "eos_rate", "response_length", "distinct"
 def check_start(policy, ref, score, prompts, config):
     """Before the first update: do sampling and update agree? Do the settings suit the scores?
 
-    pi / old must be 1 at every token, and the KL 0, unless --policy was given; else UserError. In
+    pi / old must be 1 at every token; the KL 0, too, unless --policy was given; else UserError. In
     bfloat16 rounding moves single tokens, so the mean is checked instead.
     """
     if config.kl_target and not config.kl_coef:
@@ -277,7 +277,7 @@ def table(report):
 
 LIMITS = [
     ("sft", "above_entropy", "SFT: {} nats/token above the entropy of the validation rows"),
-    ("rm", "below_ceiling", "reward model: accuracy {} below the judge's"),
+    ("rm", "below_ceiling", "reward model: accuracy {} below the judge's, with capped scores"),
     ("policy", "optimality", "optimality {}: 0 is the SFT model, 1 about the best possible policy"),
     ("unseen", "optimality", "    {} on prompts that it was not trained on"),
 ]

@@ -143,5 +143,5 @@ def explain(error):
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'the output'}: {error.strerror}"
     if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", text):
-        return f"not enough memory ({text[:100]}); try --micro_batch 1 (allowed with --resume)"
+        return f"not enough memory ({text[:100]}); in training, try --micro_batch 1, even to resume"
     return ""

@@ -51,7 +51,9 @@ def test_the_tables_show_what_the_functions_give():
     batch, now = drawn_batch(), f64([[0, *row("log pi now"), 0]]).requires_grad_()
     old, x = batch["old_logprobs"], compute_advantages(batch, PPOConfig(whiten=False))
     A = compute_advantages(batch, PPOConfig())["advantages"]
-    policy_loss(now, old, A, batch["mask"], 0.2)[0].backward()
+    loss, _ = policy_loss(now, old, A, batch["mask"], 0.2)
+    loss.backward()
+    assert f" / 3 = {loss:.2f}\n" in SOURCE
     ratio = (now - old).exp()
     clipped = ratio.clamp(0.8, 1.2)
     computed = {"KL": old - batch["ref_logprobs"], "reward": x["rewards"], "whitened": A, "A": A}

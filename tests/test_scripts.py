@@ -29,8 +29,9 @@ from plumbing.settings import RunConfig
 from plumbing.text import Tokenizer, in_parts, read_ids, read_prompts, texts_of
 from variations import rloo
 
-# Twins: the same stages in plain code. Stages 1 and 2 go row by row; nothing is cut into pieces. Out
-# come the lines of the log, then the contents of the model's file. No setting has its default.
+# Twins: the same stages in plain code. Stages 1 and 2 go row by row; no gradient is computed in
+# pieces. Out come the lines of the log, then the contents of the model's file. In the first three
+# no setting has its default.
 
 SFT = """--steps 99 --epochs 9 --batch_size 8 --micro_batch 3 --lr 0.05 --warmup 2 --max_grad_norm 0.5
     --seed 3 --layers 1 --heads 2 --channels 16 --context 44 --vocab_size 290"""

@@ -184,7 +184,7 @@ def fail(error):
         (BrokenPipeError(32, "Broken pipe"), 2, "the output: Broken pipe\n"),
         (OSError(28, "No space left", "a.txt"), 2, "a.txt: No space left\n"),
         (RuntimeError("CUDA out of memory.\nall"), 2, "not enough memory (CUDA out of memory.)"),
-        (MemoryError(), 2, "not enough memory (); try --micro_batch 1"),
+        (MemoryError(), 2, "not enough memory (); in training, try --micro_batch 1"),
         (KeyboardInterrupt("stopped; step 3 is saved"), 130, "stopped; step 3 is saved\n"),
         (KeyboardInterrupt(), 130, "stopped; files written before are whole\n"),
     ],
