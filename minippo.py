@@ -416,15 +416,15 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #
 # The KL is never negative, and is 0 only if pi and ref agree; a sample of it may be negative. It is
 # not symmetric. KL(pi || ref) is a mean over what pi writes: an answer that ref hardly ever writes
-# costs a lot, one that pi stops writing costs little. (Losing answers with half of ref's
-# probability costs log 2 = 0.69 nats. Losing variety like this is called *mode collapse*.) KL(ref
-# || pi), a mean over what ref writes, would keep all of ref's answers, even its mistakes.
+# costs a lot, one that pi stops writing costs little. (Losing answers that together have half of
+# ref's probability costs log 2 = 0.69 nats. Losing variety like this is called *mode collapse*.)
+# KL(ref || pi), a mean over what ref writes, would keep all of ref's answers, even its mistakes.
 #
 # Three estimates of the KL at one token, where d is log pi - log ref of the sampled token
 # (Schulman, "Approximating KL divergence"; on a first reading, k1 is enough):
 #
 #     k1 = d                   on average the KL, but often below 0     used in reward, metric
-#     k2 = d^2 / 2             its gradient is, on average, the KL's    loss, an option (section 6)
+#     k2 = d^2 / 2             its mean gradient is that of this KL     loss, an option (section 6)
 #     k3 = exp(-d) - 1 + d     on average the KL, and never below 0     metric
 #
 # k3 is never below 0, because exp(x) >= 1 + x, and near 0 it varies less than k1. Its mean is the
@@ -462,8 +462,8 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 #
 # Why does the KL go into the reward, and not into the loss? A token decides which states come
 # later, and so changes their KL. If the KL is a reward, the return of a token contains its own d
-# and all later ones. As a loss, k2 has the gradient d * grad log pi: each token answers only for
-# its own d. As a loss, k1 would teach nothing: its gradient, grad log pi, has mean 0.
+# and all later ones. As a loss, k2 has the gradient d * grad log pi: it ignores the states that
+# the token leads to. As a loss, k1 would teach nothing: its gradient, grad log pi, has mean 0.
 #
 # The third change: a baseline. Any number that does not depend on the action may be subtracted from
 # the return: on average this changes nothing, because E[grad log pi] = 0. (Without a baseline,
@@ -513,9 +513,9 @@ def whiten(x, mask):
     If all numbers are equal, up to rounding, they become 0.
 
     If scores, beta and values are multiplied by 10, the whitened advantages, and with them the
-    policy loss, stay the same: one learning rate suits them all. The mean acts as one more
-    baseline. Whitening hides the size of the advantages: those of nearly equal responses are scaled
-    up, noise included. Returns are never whitened: the values must learn their true size.
+    policy loss, stay the same, so one learning rate suits any scale of scores. The mean acts as one
+    more baseline. Whitening hides the size of the advantages: those of nearly equal responses are
+    scaled up, noise included. Returns are never whitened: the values must learn their true size.
     """
     check_mask(mask, x)
     selected = x[mask]
@@ -526,9 +526,9 @@ def whiten(x, mask):
 # The fourth change: several gradient steps on one batch, because for large models sampling is slow.
 # A pass over the batch is cut into minibatches, with a gradient step for each. (More steps use the
 # samples better, but lead further away from the policy that sampled them.) The first step is
-# *on-policy*: the policy being trained sampled the batch. Once its weights have changed, the policy
-# that sampled is the *old* policy, and the next steps are *off-policy*. The *ratio* pi / old
-# corrects for that, choice by choice (*importance sampling*):
+# *on-policy*: the policy being trained sampled the batch. After it, the policy that sampled is
+# called the *old* policy, and the next steps are *off-policy*. The *ratio* pi / old corrects for
+# that, choice by choice (*importance sampling*):
 #
 #     E_old[ratio * A] = sum_a old(a) (pi(a) / old(a)) A(a) = E_pi[A]        a: the action
 #

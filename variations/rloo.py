@@ -26,7 +26,7 @@ class Settings(GroupConfig):
 
 def compute_advantages(batch, config):
     k = config.k
-    rewards = response_rewards(batch, config).view(-1, k)  # (B / k, k): groups
+    rewards = response_rewards(batch, config).view(-1, k)  # (B / k, k): a row per prompt
     others = (rewards.sum(1, keepdim=True) - rewards) / (k - 1)
     return {"advantages": (rewards - others).view(-1, 1) * batch["mask"]}  # (B, T-1)
 
