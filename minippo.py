@@ -28,7 +28,7 @@ prompts and responses of pi. PPO repeats four phases:
     reference         the SFT model; frozen                     log ref of each token
     reward model      SFT model, new head; trained, now frozen  one score per response
 
-A *score* rates a whole response, a *reward* belongs to one token.
+A *score* rates a whole response; a *reward* belongs to one token.
 
 Shapes: B rows in a batch, T columns, C channels, H attention heads, V tokens in the vocabulary, N
 response tokens.
@@ -107,7 +107,7 @@ class Attention(nn.Module):
         """(B, T, C) -> (B, T, C).
 
         cache: a list for the keys and values of the earlier positions, to which this call adds its
-        own. Unless it is empty, T must be 1.
+        own. Unless the list is empty, T must be 1.
         """
         q, k, v = (y.unflatten(-1, (self.heads, -1)) for y in self.qkv(x).chunk(3, -1))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, T, C/H)
@@ -444,7 +444,8 @@ def kl_per_response(logprobs, ref_logprobs, mask):
 
 
 def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
-    """The reward of each token (InstructGPT, eq. 2): scores (B,), the rest (B, T-1) -> (B, T-1)."""
+    """The reward of each token (InstructGPT, eq. 2): scores (B,), the rest (B, T-1) -> (B, T-1).
+    Each token pays beta per nat of its KL; the score is added at the last."""
     check_mask(mask, logprobs, ref_logprobs)
     check_mask(mask[:, 0], scores)  # one score per row
     rewards = torch.where(mask, -kl_coef * (logprobs - ref_logprobs), 0.0)
@@ -526,7 +527,7 @@ def whiten(x, mask):
 # The fourth change: several gradient steps on one batch, because for large models sampling is slow.
 # A pass over the batch is cut into minibatches, with a gradient step for each. (More steps use the
 # samples better, but lead further away from the policy that sampled them.) The first step is
-# *on-policy*: the policy being trained sampled the batch. After it, the policy that sampled is
+# *on-policy*: the policy being trained sampled the batch. After that, the policy that sampled is
 # called the *old* policy, and the next steps are *off-policy*. The *ratio* pi / old corrects for
 # that, choice by choice (*importance sampling*):
 #
@@ -536,9 +537,9 @@ def whiten(x, mask):
 # ratio * A * grad log pi, because grad pi = pi * grad log pi. At ratio 1, where an update begins,
 # this is the policy gradient. Far from 1, a few large ratios dominate. So PPO clips the ratio.
 #
-# Do not confuse the old policy with the reference. The ratio compares pi with
-# old, the KL compares pi with ref. The clip does not replace the KL: it keeps each update small
-# (as a constraint on KL(old || pi) did in TRPO, PPO's forerunner), but small steps add up.
+# Do not confuse the old policy with the reference. The ratio compares pi with old, the KL compares
+# pi with ref. The clip does not replace the KL: it keeps each update small (as a constraint on
+# KL(old || pi) did in TRPO, PPO's forerunner), but small steps add up.
 #
 # For each token PPO maximises the smaller of ratio * A and clipped * A, where "clipped" is the
 # ratio limited to the range 1 - eps to 1 + eps. This is the response of the header after a gradient
@@ -549,18 +550,20 @@ def whiten(x, mask):
 #     A              1.14   0.15  -1.29     the whitened advantage
 #     clipped        1.20   1.11   0.80
 #     ratio * A      1.46   0.17  -0.96
-#     clipped * A    1.37   0.17  -1.04     smaller or equal: loss -(1.37 + 0.17 - 1.04) / 3 = -0.17
+#     clipped * A    1.37   0.17  -1.04     here the smaller of the two, or equal
 #     gradient       0      0.17   0        what multiplies grad log pi
 #
-# Where the clipped product is the smaller one, there is no gradient, because a clipped ratio is a
-# constant. The first token has risen enough, the last has fallen enough. Why not always the clipped
-# one? Tokens share the weights, so steps for others may have moved a ratio the wrong way. If the
-# ratio of the first token (A = 1.14) had fallen to 0.70, the clip alone would freeze it there. But
-# 0.70 A = 0.80 is less than 0.80 A = 0.91, and has a gradient: the ratio is pulled back up.
-# Likewise, a ratio of the last token (A = -1.29) that had risen to 1.30 would be pushed down:
-# 1.30 A = -1.68 is less than 1.20 A = -1.55.
+# The loss is -(1.37 + 0.17 - 1.04) / 3 = -0.17. Where the clipped product is the smaller one, there
+# is no gradient, because a clipped ratio is a constant. The first token has risen enough, the last
+# has fallen enough. Why not always the clipped one? Tokens share the weights, so steps for others
+# may have moved a ratio the wrong way. If the ratio of the first token (A = 1.14) had fallen to
+# 0.70, the clip alone would freeze it there. But 0.70 A = 0.80 is less than 0.80 A = 0.91, and has
+# a gradient: the ratio is pulled back up. Likewise, a ratio of the last token (A = -1.29) that had
+# risen to 1.30 would be pushed down: 1.30 A = -1.68 is less than 1.20 A = -1.55.
 #
-#     gradient    ratio < 1 - eps    in between    ratio > 1 + eps    (x: ratio * A * grad log pi)
+# The gradient in all cases, where x stands for ratio * A * grad log pi:
+#
+#                 ratio < 1 - eps    in between    ratio > 1 + eps
 #     A > 0       x                  x             0
 #     A < 0       0                  x             x
 #

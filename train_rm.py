@@ -22,7 +22,7 @@ from plumbing.text import by_length, in_parts, pad, read_ids, read_prompts
 class TrainConfig(FitConfig):
     steps: int = 1950  # at most this many steps
     epochs: int = 2  # at most this many passes over the pairs
-    max_new_tokens: int = 48  # limit of the answers, in tokens, that set mean, std, cap; use PPO's
+    max_new_tokens: int = 48  # length limit of the answers behind mean, std and cap; as in PPO
     models: str = ""  # folder of sft.pt; if empty, --out or the folder above it
 
 

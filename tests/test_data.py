@@ -20,15 +20,15 @@ README = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def zoo_files(tmp_path_factory):
     """The folder that the command writes, and what it prints."""
     folder = tmp_path_factory.mktemp("data") / "new" / "zoo"
     return folder, run("data/zoo.py", "--out", folder)[1]
 
 
-def test_the_rows_of_seed_0_are_those_of_all_results(made):
+def test_the_rows_of_seed_0_are_those_of_all_results(zoo_files):
     # If you change the data, change data/README.md as well.
-    folder, printed = made
+    folder, printed = zoo_files
     data = b"".join(path.read_bytes() for path in sorted(folder.iterdir()))
     assert hashlib.sha256(data).hexdigest()[:16] == "24640141ef98c654"
     assert "".join(f"    {line}\n" for line in printed.splitlines()) in README
@@ -92,8 +92,8 @@ def test_the_judge_grades_the_readmes_examples_and_any_text():
     assert {judge(BEE, text) for text in odd} == {WORST}
 
 
-def test_the_limits_of_the_readme_are_reached(made):
-    sft, pref = (load_rows(made[0] / f"{task}_val.jsonl", task) for task in ("sft", "pref"))
+def test_the_limits_of_the_readme_are_reached(zoo_files):
+    sft, pref = (load_rows(zoo_files[0] / f"{task}_val.jsonl", task) for task in ("sft", "pref"))
     dists = [(prompt, crowd(prompt)) for prompt in list(PROMPTS)[::5]]
     entropy = -sum(p * math.log(p) for _, dist in dists for p in dist.values()) / 100
     graded = [(judge(prompt, text), p / 100) for prompt, dist in dists for text, p in dist.items()]

@@ -53,7 +53,7 @@ def test_the_tables_show_what_the_functions_give():
     A = compute_advantages(batch, PPOConfig())["advantages"]
     loss, _ = policy_loss(now, old, A, batch["mask"], 0.2)
     loss.backward()
-    assert f" / 3 = {loss:.2f}\n" in SOURCE
+    assert f" / 3 = {loss:.2f}. " in SOURCE
     ratio = (now - old).exp()
     clipped = ratio.clamp(0.8, 1.2)
     computed = {"KL": old - batch["ref_logprobs"], "reward": x["rewards"], "whitened": A, "A": A}
