@@ -84,7 +84,6 @@ TABLES = {  # name of a row: how its policy is trained, by train_ppo.py if no sc
         "GRPO": "-m variations.grpo --k 8 --lr 4e-4",
         "Dr. GRPO": "-m variations.grpo --no_std --no_length --k 8 --lr 4e-4 --kl_coef 0.05",
         "PPO of TRL": "-m bench.trl_ppo",
-        "RAFT": "-m variations.raft --k 4",
         "DPO": "-m variations.dpo --lr 4e-4 --kl_coef 0.5",
         "IPO": "-m variations.dpo --ipo --lr 4e-4 --kl_coef 0.06",
     },

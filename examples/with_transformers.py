@@ -20,7 +20,7 @@ Reward model  AutoModelForSequenceClassification.from_pretrained(the SFT model's
               fit(classifier, encode_rows(tokenizer, pairs), rm_loss, lr)
 LoRA          a model of peft.get_peft_model(); the reference is the model without the adapter
 Memory        bfloat16=True; PPOConfig's micro_batch; model.gradient_checkpointing_enable()
-RLOO          in train(), variations/rloo.py's functions (and response_rewards); PPOConfig(k=4)
+RLOO          in train(), variations/rloo.py's functions; PPOConfig(k=4)
 Resuming      policy.reference = reference_of(Policy(the SFT model, tokenizer)), or, with LoRA,
               reference_of(policy)
 """

@@ -20,7 +20,6 @@ from plumbing.text import pad_completions, read_ids
 from test_exact import Task
 from tiny import assert_equal, gradient, inf, padded_otherwise, random_batch, tiny_gpt, weights
 from train_sft import sft_loss
-from variations import GroupConfig
 
 
 def part(batch, rows):
@@ -30,7 +29,7 @@ def part(batch, rows):
 def algorithm(name, own):
     """-> its module, its settings"""
     module = importlib.import_module(f"variations.{name}")
-    return module, getattr(module, "Settings", GroupConfig)(kl_coef=0.3, temperature=0.7, **own)
+    return module, module.Settings(kl_coef=0.3, temperature=0.7, **own)
 
 
 UNBIASED = [
@@ -81,12 +80,6 @@ def ppo_penalty(x, c):
     return -x.ratio * x.white + c.penalty * (x.ratio - 1 - x.ratio.log()) + c.vf_coef * x.error
 
 
-def raft(x, c):
-    best = [max(y.group, key=lambda z: z.R) for y in x.rows[::3]]
-    share = sum(len(y.ratio) for y in x.rows) / sum(len(y.ratio) for y in best)
-    return -x.log_p * share * any(x is y for y in best)
-
-
 GROUPS = {"k": 3, "clip_eps": 0.15}
 PLAIN = [
     (reinforce, {}),
@@ -96,7 +89,6 @@ PLAIN = [
     (grpo, GROUPS),
     (grpo, GROUPS | {"std": False, "length": False}),
     (ppo_penalty, {"penalty": 1.7, "vf_coef": 0.5, "value_clip": inf}),
-    (raft, {"k": 3}),
 ]
 
 
@@ -113,7 +105,7 @@ def read_rows(policy, batch, c):
         x.reward = torch.cat([-c.kl_coef * kl[:-1], x.scores - c.kl_coef * kl[-1:]])
         x.returns = x.reward.flip(0).cumsum(0).flip(0)
         x.error = 0.5 * (x.value - x.returns) ** 2
-        x.weight, x.rows = batch["mask"].sum() / 6 / mask.sum(), rows
+        x.weight = batch["mask"].sum() / 6 / mask.sum()
         rows.append(x)
     for i, x in enumerate(rows):
         x.group = rows[i // 3 * 3 :][:3]
@@ -152,7 +144,6 @@ DEFAULTS = {  # of its own settings
     "reinforce": [False, False, 0.1],
     "ppo_penalty": [inf, 1.0],
     "ppo_ptx": [0.02],
-    "raft": [4],
     "dpo": [128, 4, 0, 1.0, 0.1, False, 1.0, 48, 0.0, 1.0],
 }
 

@@ -14,7 +14,7 @@ REINFORCE and RLOO it is the gradient of J: tests/test_variations.py checks it, 
 
 from dataclasses import dataclass
 
-from minippo import PolicyGradientConfig, kl_per_response
+from minippo import PolicyGradientConfig
 
 
 @dataclass
@@ -27,9 +27,3 @@ class GroupConfig(PolicyGradientConfig):
         super().__post_init__()
         if self.k < 2:
             raise ValueError(f"k ({self.k}): should be at least 2, to compare responses")
-
-
-def response_rewards(batch, config):
-    """R = score - beta * KL of each response: (B,)."""
-    kl, _ = kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], batch["mask"])
-    return batch["scores"] - config.kl_coef * kl

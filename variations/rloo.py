@@ -14,9 +14,9 @@ whitening. The paper leaves the clip out. Here it stays: with --epochs above 1 i
 
 from dataclasses import dataclass
 
-from minippo import evaluate_actions, policy_loss
+from minippo import evaluate_actions, kl_per_response, policy_loss
 from train_ppo import train
-from variations import GroupConfig, response_rewards
+from variations import GroupConfig
 
 
 @dataclass
@@ -25,10 +25,11 @@ class Settings(GroupConfig):
 
 
 def compute_advantages(batch, config):
-    k = config.k
-    rewards = response_rewards(batch, config).view(-1, k)  # (B / k, k): a row per prompt
+    k, mask = config.k, batch["mask"]
+    kl, _ = kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], mask)
+    rewards = (batch["scores"] - config.kl_coef * kl).view(-1, k)  # (B / k, k): a row per prompt
     others = (rewards.sum(1, keepdim=True) - rewards) / (k - 1)
-    return {"advantages": (rewards - others).view(-1, 1) * batch["mask"]}  # (B, T-1)
+    return {"advantages": (rewards - others).view(-1, 1) * mask}  # (B, T-1)
 
 
 def loss(policy, batch, config):
