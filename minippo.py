@@ -677,7 +677,7 @@ def score_responses(score, tokens, mask, config, eos):
     return score(tokens, mask) - penalty, ended
 
 
-def join(pieces):
+def join_rollouts(pieces):
     """Rollouts -> one with all their rows, padded on the right."""
     rows = {name: [x for piece in pieces for x in piece[name]] for name in pieces[0]}
     pad = nn.utils.rnn.pad_sequence
@@ -690,7 +690,7 @@ def rollout(policy, ref, score, prompts, config, generate=generate):
     size = config.micro_batch
     if 0 < size < len(prompts):
         pieces = [prompts[i : i + size] for i in range(0, len(prompts), size)]
-        return join([rollout(policy, ref, score, x, config, generate) for x in pieces])
+        return join_rollouts([rollout(policy, ref, score, x, config, generate) for x in pieces])
     tokens, mask, old_logprobs, old_values = generate(
         policy, prompts, config.max_new_tokens, config.temperature
     )
@@ -748,7 +748,7 @@ def gradient_step(optimizer, max_grad_norm):
     return norm
 
 
-def merge(weighted):
+def mean_stats(weighted):
     """[(share, stats), ...] -> stats: the weighted means, but the maximum of ratio_max."""
     means = {name: sum(share * x[name] for share, x in weighted) for name in weighted[0][1]}
     if "ratio_max" in means:
@@ -768,7 +768,7 @@ def accumulate_gradient(loss_of, rows, micro_batch, count):
         share = count(piece) / count(rows)
         (share * loss).backward()
         weighted.append((share, stats))
-    return merge(weighted)
+    return mean_stats(weighted)
 
 
 def ppo_update(policy, optimizer, batch, config, loss=ppo_loss):
@@ -790,7 +790,7 @@ def ppo_update(policy, optimizer, batch, config, loss=ppo_loss):
             stats = accumulate_gradient(loss_of, indices, config.micro_batch, count_tokens)
             stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
             steps.append(stats)
-    return merge([(1 / len(steps), stats) for stats in steps])
+    return mean_stats([(1 / len(steps), stats) for stats in steps])
 
 
 def explained_variance(values, returns, mask):

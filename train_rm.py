@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from minippo import RewardModel, accumulate_gradient, gradient_step, reward_model_loss
-from plumbing.models import load_sft, normalise
+from plumbing.models import load_sft, set_score_scale
 from plumbing.run import FitConfig, Run, adam
 from plumbing.settings import read_flags, script
 from plumbing.text import by_length, in_parts, pad, read_ids, read_prompts
@@ -57,7 +57,7 @@ def train():
         run.end_step(stats)  # validates now and then, and keeps the best weights
 
     figures = run.load_best()
-    normalise(model, sft, prompts, config)  # sets mean, std and cap by scores of SFT answers
+    set_score_scale(model, sft, prompts, config)  # sets mean, std and cap by scores of SFT answers
     run.finish(**figures)
     right, error = 100 * figures["val_accuracy"], 100 * figures["val_accuracy_se"]
     print(f"{right:.1f} % ± {error:.1f} of the validation pairs right")

@@ -13,7 +13,7 @@ from pathlib import Path
 from data.rows import read_rows
 from data.zoo import write_data
 from minippo import GPTConfig, accumulate_gradient, evaluate_actions, gradient_step, masked_mean
-from plumbing.models import new_model, nll
+from plumbing.models import completion_nll, new_model
 from plumbing.run import FitConfig, Run, adam
 from plumbing.settings import read_flags, script
 from plumbing.text import by_length, completion_tokens, encode_rows, pad_completions, read_ids
@@ -66,7 +66,7 @@ def train():
 
 def validate(model, rows, size):
     """The loss, a mean over all tokens of the completions. size: rows in memory at once."""
-    return {"val_loss": nll(model, rows, size).sum().item() / completion_tokens(rows)}
+    return {"val_loss": completion_nll(model, rows, size).sum().item() / completion_tokens(rows)}
 
 
 if __name__ == "__main__":

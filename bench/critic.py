@@ -11,7 +11,7 @@ from itertools import product
 
 import torch
 
-from bench.tables import keep, made, mean_and_error
+from bench.tables import mean_and_error, provenance, store
 from minippo import GPT, LETTERS, GPTConfig, PPOConfig, batch_metrics, center_values
 from minippo import compute_advantages, frozen_copy, ppo_update, rollout, turns_score
 from plumbing.settings import read_flags, script
@@ -51,7 +51,7 @@ def main():
         for name, size in product(ROWS, BATCHES):
             numbers = pool.map(objective, [(ROWS[name], size, seed) for seed in SEEDS])
             rows[name][f"batches of {size}"] = mean_and_error([*numbers])
-    keep({"critic": rows}, made())
+    store({"critic": rows}, provenance())
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM as Model
 from transformers import AutoModelForSequenceClassification as Classifier
 from transformers import AutoTokenizer
 
-from bench.tables import ROOT, keep, load, made
+from bench.tables import ROOT, load, provenance, store
 from data.files import UserError
 from data.rows import read_rows
 from examples import with_transformers as hf
@@ -99,10 +99,10 @@ def models_and_score(data, out, pairs, aside):
 
 def keep_row(name, row):
     """A row of RESULTS.md; rows of another commit or machine go."""
-    source, results, rows = made(), load(), {}
+    source, results, rows = provenance(), load(), {}
     if "pretrained" in results["made"].get(source, {"tables": ""})["tables"].split():
         rows = results["pretrained"]
-    keep({"pretrained": rows | {name: row}}, source)
+    store({"pretrained": rows | {name: row}}, source)
 
 
 @dataclass

@@ -23,7 +23,7 @@ from types import SimpleNamespace
 
 import torch
 
-from bench.tables import ROOT, keep, made, mean_and_error
+from bench.tables import ROOT, mean_and_error, provenance, store
 from data.files import UserError, read_log, write_file, write_jsonl
 from data.zoo import write_data
 from examples.sums import make_rows
@@ -268,11 +268,11 @@ def main():
     _, names = read_flags(__doc__, run=False, positional="TABLE")
     for name in {*names} - {*TABLES}:
         raise UserError(f"{name}: should be among {', '.join(TABLES)}")
-    source, summaries = made(), {"seeds": seeds, "settings": settings, "sums": sums}
+    source, summaries = provenance(), {"seeds": seeds, "settings": settings, "sums": sums}
     for name in names:
         folders = train(name, source)
         measured = summaries[name](folders) if name in summaries else {name: rows_of(name, folders)}
-        keep(measured, source)
+        store(measured, source)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import torch
 
 import minippo
-from bench.tables import ROOT, keep, made
+from bench.tables import ROOT, provenance, store
 from bench.trl_ppo import make_trainer
 from minippo import GPT, GPTConfig, PPOConfig, RewardModel
 from plumbing.hf import export
@@ -88,7 +88,7 @@ def ratio(size):
 def main():
     read_flags(__doc__, run=False)
     factors = {name: ratio(size) for name, size in SIZES.items()}
-    keep({"speed": {"TRL, times as long": factors}}, made())
+    store({"speed": {"TRL, times as long": factors}}, provenance())
 
 
 if __name__ == "__main__":

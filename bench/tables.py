@@ -25,7 +25,7 @@ PATH, TEXT = ROOT / "bench" / "results.json", ROOT / "RESULTS.md"
 CODE = ("--", "*.py", ":!tests", ":!bench")  # what decides what the three scripts compute
 
 
-def made():
+def provenance():
     """The last commit of the code, with a + where that has been changed since, and the machine."""
 
     def git(*words):  # nothing in no clone
@@ -49,7 +49,7 @@ def load():
     return json.loads(PATH.read_text(encoding="utf-8"))
 
 
-def keep(sections, source):
+def store(sections, source):
     """Put these sections, of this commit and machine, in place of those in results.json, and the
     tables into RESULTS.md."""
     results = load()

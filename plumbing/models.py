@@ -71,7 +71,7 @@ def fingerprint(path):
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
-def sources(config):
+def model_fingerprints(config):
     """The models that a stage starts from -> {file: its fingerprint}."""
     paths = {}
     if hasattr(config, "models"):
@@ -186,7 +186,7 @@ def text_reward(function, tokenizer, config):
 
 
 @torch.no_grad()
-def nll(model, rows, size):
+def completion_nll(model, rows, size):
     """(prompt, completion) as ids -> -log pi of each whole completion: (rows,). size: rows in
     memory at once."""
     nats = []
@@ -197,7 +197,7 @@ def nll(model, rows, size):
 
 
 @torch.no_grad()
-def normalise(reward_model, sft, prompts, config):
+def set_score_scale(reward_model, sft, prompts, config):
     """Shift and scale the scores, so that the SFT model's own answers have mean 0 and standard
     deviation 1; and cap them at what one in a hundred of these exceeds."""
     print(f"    {ANSWERS:,} answers of the SFT model, for the scale of the scores", flush=True)

@@ -17,7 +17,7 @@ from data.rows import load_rows
 from data.truth import judge_of, margins, surprisals
 from minippo import draw, evaluate_actions, gather_logprobs, generate, kl_per_response, rollout
 from minippo import row_lengths
-from plumbing.models import load_sft, nll
+from plumbing.models import completion_nll, load_sft
 from plumbing.page import json_safe, write_page
 from plumbing.text import completion_tokens, encode_rows, in_parts, pad_completions
 from plumbing.text import read_prompts, texts_of
@@ -233,7 +233,7 @@ def stages_before(evaluator):
     config, sft, rm = evaluator.config, {}, {}
     rows, entropy = known_rows(evaluator, "sft", surprisals)
     if rows:
-        excess = nll(evaluator.ref, rows, config.micro_batch).cpu() - entropy
+        excess = completion_nll(evaluator.ref, rows, config.micro_batch).cpu() - entropy
         sft = estimate("above_entropy", excess * len(rows) / completion_tokens(rows))
     if config.reward:
         return sft, rm

@@ -15,7 +15,7 @@ import torch
 from data.files import UserError, read_log, write_jsonl
 from data.truth import judge_of
 from minippo import frozen_copy
-from plumbing.models import read_contents, save_checkpoint, sources, write_contents
+from plumbing.models import model_fingerprints, read_contents, save_checkpoint, write_contents
 from plumbing.page import json_safe, traced, watch, write_page
 from plumbing.text import by_length, spread_over
 
@@ -75,10 +75,10 @@ class Run:
         if getattr(config, "ref_update_every", 0):
             self.stateful["ref"] = ref
         self.judge = judge_of(config.data) if kind == "ppo" else None
-        contents = repr((data, tokenizer.tokens)).encode()
-        self.sources = {"data": hashlib.sha256(contents).hexdigest()[:16]} | sources(config)
+        data = hashlib.sha256(repr((data, tokenizer.tokens)).encode()).hexdigest()[:16]
+        self.fingerprints = {"data": data, **model_fingerprints(config)}
         self.settings = {x: y for x, y in vars(config).items() if x not in MAY_CHANGE.split()}
-        self.settings |= self.sources
+        self.settings |= self.fingerprints
         self.state_path, self.log_path, self.path, self.best_path = (
             config.out / f"{kind}{end}" for end in ("_state.pt", ".jsonl", ".pt", "_best.pt")
         )
@@ -120,7 +120,7 @@ class Run:
         old = contents["settings"]
         for name in {**old, **self.settings}:  # flags first, then what they lead to
             if old.get(name) != self.settings.get(name):
-                was = f"other {name}" if name in self.sources else f"{name} = {old.get(name)}"
+                was = f"other {name}" if name in self.fingerprints else f"{name} = {old.get(name)}"
                 raise UserError(f"{self.state_path} was saved with {was}; use the same ({again})")
         for name, part in self.stateful.items():
             part.load_state_dict(contents[name])
@@ -247,8 +247,8 @@ class Run:
         if self.step == 0:  # trained by other code: log and traces can only be of an earlier run
             self.log_path.unlink(missing_ok=True)
             (self.config.out / "ppo_traces.jsonl").unlink(missing_ok=True)
-        if "sft.pt" in self.sources:
-            figures["sft"] = self.sources["sft.pt"]
+        if "sft.pt" in self.fingerprints:
+            figures["sft"] = self.fingerprints["sft.pt"]
         save_checkpoint(self.path, self.kind, self.model, self.tokenizer, **figures)
         self.done = True
         self.save()

@@ -29,7 +29,7 @@ def test_every_command_line_of_a_table_parses(name, tmp_path, monkeypatch):
         "write_jsonl": lambda path, _: data.add(path.parent),
         "run": lambda out, commands, _: jobs.setdefault(out, commands),
         **dict.fromkeys(("seeds", "settings", "sums"), lambda x: {name: x}),
-        "keep": lambda x, _: folders.update(x),
+        "store": lambda x, _: folders.update(x),
         "rows_of": lambda _, x: x,
     }.items():
         monkeypatch.setattr(results, x, stub)
@@ -173,7 +173,7 @@ def test_a_table_made_again_moves_to_its_commit(tmp_path, monkeypatch):
     x, made = {"r": {"c": 1}}, {"old": {"tables": "x y"}, "older": {"tables": "z"}}
     tables.PATH.write_text(json.dumps({"made": made, "x": x, "y": x, "z": x}))
     tables.TEXT.write_text("a\n<!-- y -->\nb\n<!-- /y -->")
-    tables.keep({"y": {"r": {"c": 1.23456}}, "z": {}}, "new")
+    tables.store({"y": {"r": {"c": 1.23456}}, "z": {}}, "new")
     made = {"old": {"tables": "x"}, "new": {"tables": "y z"}}
     assert tables.load() == {"made": made, "x": x, "y": {"r": {"c": 1.235}}, "z": {}}
     table = "|  | c |\n| --- | ---: |\n| r | 1.24 |\n"
@@ -183,7 +183,7 @@ def test_a_table_made_again_moves_to_its_commit(tmp_path, monkeypatch):
 def test_a_change_of_the_code_marks_its_commit(monkeypatch):
     says = [SimpleNamespace(stdout=x) for x in ("abc\n", "", "abc\n", " M minippo.py\n")]
     monkeypatch.setattr(tables.subprocess, "run", Mock(side_effect=says))
-    assert [tables.made().split(", ")[0] for _ in range(2)] == ["abc", "abc+"]
+    assert [tables.provenance().split(", ")[0] for _ in range(2)] == ["abc", "abc+"]
 
 
 def test_the_critic_experiment_learns(monkeypatch):

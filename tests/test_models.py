@@ -10,7 +10,7 @@ import torch
 from data.files import UserError
 from minippo import GPT, GPTConfig, RewardModel, Trunk
 from plumbing.models import add_critic, fingerprint, load_checkpoint, load_models, new_model
-from plumbing.models import normalise, save_checkpoint, sources, text_reward
+from plumbing.models import model_fingerprints, save_checkpoint, set_score_scale, text_reward
 from plumbing.text import Tokenizer
 from tiny import assert_equal, inf, marks, stir, tiny_gpt, tiny_reward_model, weights
 
@@ -61,18 +61,18 @@ def test_policy_reference_and_score_stem_from_sft(config, tmp_path):
     scores = score(TOKENS, MASK)
     assert torch.equal(scores, reward_model(TOKENS, LENGTHS)) and not scores.requires_grad
     names = {x: fingerprint(config.models / x) for x in ("sft.pt", "rm.pt")}
-    assert sources(config) == names
+    assert model_fingerprints(config) == names
     config.policy = tmp_path / "a.pt"
     save_checkpoint(config.policy, "ppo", stir(policy), tokenizer, sft=names["sft.pt"])
     for loaded, model in zip(load_models(config), (policy, ref)):
         assert_equal(weights(loaded), weights(model))
-    assert sources(config) == names | {"--policy": fingerprint(config.policy)}
+    assert model_fingerprints(config) == names | {"--policy": fingerprint(config.policy)}
     save_checkpoint(config.policy, "ppo", policy, tokenizer)  # of which model?
     with pytest.raises(UserError, match="a.pt: was not made from"):
         load_models(config)
     config.policy, config.reward = config.models / "sft.pt", "math:sqrt"
     assert_equal(weights(load_models(config)[0]), weights(ref))
-    assert sources(config).keys() == {"sft.pt", "--policy"}
+    assert model_fingerprints(config).keys() == {"sft.pt", "--policy"}
     config.device = "meta"
     assert all(p.is_meta for model in load_models(config)[:2] for p in model.parameters())
 
@@ -114,11 +114,11 @@ def test_many_answers_to_all_prompts_set_the_scale(monkeypatch):
     model.register_forward_hook(lambda _, x, scores: seen.append(x[0][:, 0].tolist()))
     torch.nn.init.zeros_(model.score_head.weight)  # equal scores are not divided by 0
     config = SimpleNamespace(micro_batch=30, max_new_tokens=4)
-    normalise(model, tiny_gpt(), [[1], [2, 3]], config)
+    set_score_scale(model, tiny_gpt(), [[1], [2, 3]], config)
     assert seen == [[1, 2] * 240] * 4 + [[1, 2] * 64]
     assert model.std == 1e-6 and model.cap.abs() < 1e-6
     monkeypatch.setattr("plumbing.models.ANSWERS", 2)
-    normalise(model, tiny_gpt(), [[i] for i in range(10)], config)
+    set_score_scale(model, tiny_gpt(), [[i] for i in range(10)], config)
     assert seen[-1] == [0, 5]
 
 

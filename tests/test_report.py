@@ -17,7 +17,7 @@ from data.rows import load_rows
 from data.truth import margins, surprisals
 from minippo import PPOConfig, frozen_copy
 from plumbing import page, report
-from plumbing.models import load_checkpoint, load_models, nll
+from plumbing.models import completion_nll, load_checkpoint, load_models
 from plumbing.report import Evaluator, best_of_n, distinct, estimate, optimal_objective, optimality
 from plumbing.text import Tokenizer, encode_rows, read_prompts
 from tiny import EOS, assert_equal, f64, noise, stir, tiny_gpt
@@ -88,7 +88,7 @@ def test_a_response_is_measured_by_its_definition(monkeypatch):
         shown = {"text": text} | {name: row[name] for name in ("judge", "score", "kl")}
         assert evaluator.answer(measured, texts, i) == shown
         ids = [ord(c) - 65 for c in text] + [EOS] * round(row["eos_rate"])
-        kl = nll(ref, [(prompt, ids)], 1) - nll(policy, [(prompt, ids)], 1)
+        kl = completion_nll(ref, [(prompt, ids)], 1) - completion_nll(policy, [(prompt, ids)], 1)
         expected = {"judge": grade(prompt, text), "eos_rate": float(ids[-1] == EOS)}
         expected["score"] = sum(prompt + ids) + 0.75 * len(ids) - 0.5 * (ids[-1] != EOS)
         expected |= {"kl": kl.item(), "response_length": len(ids)}
@@ -156,7 +156,7 @@ def test_the_report_holds_what_ruler_and_truth_say(tmp_path, monkeypatch, capsys
     before, after = (evaluator.reference, evaluator.reference_texts), evaluator.sample(run.model, 2)
     sft, pref = (load_rows(data / f"{x}_val.jsonl", x) for x in ("sft", "pref"))
     rows, pairs = (encode_rows(x, tokenizer, 48) for x in (sft, pref))
-    excess = nll(ref, rows, 64) - f64(surprisals(sft))
+    excess = completion_nll(ref, rows, 64) - f64(surprisals(sft))
     excess *= 10 / sum(len(x) for _, x in rows)  # in nats per token
     a, b = pair_scores(load_checkpoint(tmp_path / "rm.pt", ["rm"])[0], pairs)
     more = (f64(margins(pref)).sign() - (a - b).sign()) / 2

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minippo import accumulate_gradient, batch_metrics, evaluate_actions, gradient_step, merge
+from minippo import accumulate_gradient, batch_metrics, evaluate_actions, gradient_step, mean_stats
 from minippo import reward_model_loss, rollout
 from plumbing.models import load_models
 from plumbing.report import report
@@ -89,7 +89,7 @@ def main():
             stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
             steps.append(stats)
         schedule.step()
-        stats = merge([(1 / len(steps), stats) for stats in steps])
+        stats = mean_stats([(1 / len(steps), stats) for stats in steps])
         run.end_step(stats | batch_metrics(batch, config), batch)
 
     run.finish()
