@@ -181,7 +181,7 @@ def optima(seed):
     torch.manual_seed(seed)
     prompts = [prompts[i] for i in torch.randperm(len(prompts))[:PROMPTS]]
     reference = Evaluator(ref, score, tokenizer, prompts, config).reference
-    scores = reference["score"].double()
+    scores = reference["score"]
     for beta in BETAS:
         weights = torch.softmax(scores / beta, 1)
         row = {x: (weights * reference[x]).sum(1).mean().item() for x in ("judge", "score")}

@@ -280,11 +280,11 @@ def crowd(prompt, broken_share=BROKEN["sft"]):
 # The judge. It compares whole sentences, character for character: what is not one of the known
 # sentences is broken text.
 
-BEST, WORST = 3.0, -3.0
+WORST = -3.0
 
 
 @lru_cache(None)
-def known_sentences(animal, kind):
+def sentence_groups(animal, kind):
     """-> {sentence: what it is}, for answers to one fact."""
     right, wrong = statements(animal, kind)
     groups = {"right": right, "wrong": wrong, "no idea": NO_IDEA}
@@ -295,11 +295,9 @@ def known_sentences(animal, kind):
 def judge(prompt, response):
     """How good is any response? 3.0: correct, friendly, to the point. 2.0: correct and plain. Down
     to -3.0. UserError for an unknown prompt."""
-    known = known_sentences(*fact_asked(prompt))
-    if not response:
-        return WORST
+    groups = sentence_groups(*fact_asked(prompt))
     pieces = re.split(r"(?<=[.!?]) ", response.removeprefix(" "))
-    count = Counter(known.get(piece, "broken") for piece in pieces)
+    count = Counter(groups.get(piece, "broken") for piece in pieces)
     count["broken"] += not response.startswith(" ")
 
     # An answer is as good as the worst thing it says.
@@ -310,7 +308,7 @@ def judge(prompt, response):
     faults += 1.5 * max(0, answered - 1) + 1.5 * max(0, count["courtesy"] - 1)
     # Courtesy does not make up for a fault.
     courtesy = 1.0 if count["courtesy"] == 1 and not faults else 0.0
-    return max(WORST, min(BEST, content + courtesy - faults))
+    return max(WORST, content + courtesy - faults)
 
 
 # ----------------------------------------------------------------------
@@ -371,9 +369,9 @@ def make_rows(seed):
         task, split = name.split("_")
         make = demonstration if task == "sft" else preference
         rows[name] = [make(rng, prompts[split]) for _ in range(n)]
-    asked = sorted(seen, key=lambda _: rng.random())[: VAL_PROMPTS - HELD_OUT] + held_out
+    validated = sorted(seen, key=lambda _: rng.random())[: VAL_PROMPTS - HELD_OUT] + held_out
     rows["prompts_train"] = [{"prompt": x} for x in seen]
-    rows["prompts_val"] = [{"prompt": x} for x in sorted(asked, key=lambda _: rng.random())]
+    rows["prompts_val"] = [{"prompt": x} for x in sorted(validated, key=lambda _: rng.random())]
     return rows
 
 

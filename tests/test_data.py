@@ -13,7 +13,7 @@ from cli import ROOT, run, write_rows
 from data import truth, zoo
 from data.files import UserError, command, write_jsonl
 from data.rows import load_rows
-from data.zoo import BEST, FACTS, PROMPTS, WORST, crowd, judge, statements
+from data.zoo import FACTS, PROMPTS, WORST, crowd, judge, statements
 
 BEE = "What does a bee eat?"
 README = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
@@ -68,7 +68,7 @@ def test_an_answer_is_graded_as_in_the_readme():
     rng = random.Random(0)
     for prompt in rng.choices(list(PROMPTS), k=100):
         fact, groups = PROMPTS[prompt], defaultdict(list)
-        for text, group in zoo.known_sentences(*fact).items():
+        for text, group in zoo.sentence_groups(*fact).items():
             groups[group].append(text)
         assert (groups["right"], groups["wrong"]) == statements(*fact)
         other = rng.choice([x for x in FACTS if x != fact])
@@ -92,24 +92,12 @@ def test_the_judge_grades_the_readmes_examples_and_any_text():
     assert {judge(BEE, text) for text in odd} == {WORST}
 
 
-def test_the_limits_of_the_readme_are_reached(zoo_files):
-    sft, pref = (load_rows(zoo_files[0] / f"{task}_val.jsonl", task) for task in ("sft", "pref"))
-    dists = [(prompt, crowd(prompt)) for prompt in list(PROMPTS)[::5]]
-    entropy = -sum(p * math.log(p) for _, dist in dists for p in dist.values()) / 100
-    graded = [(judge(prompt, text), p / 100) for prompt, dist in dists for text, p in dist.items()]
-    gaps = truth.margins(pref)
-    right = sum(gap > 0 for gap in gaps) / 8000
-    loss = sum(math.log1p(math.exp(-gap)) for gap in gaps) / 8000
-    says = [f"{entropy:.3f} nats", f"{100 * right:.1f} %", f"a loss of {loss:.3f}"]
-    says += [f"get {sum(score * p for score, p in graded):.2f} on average"]
-    says += [f"{100 * sum(p for score, p in graded if score == BEST):.1f} % of them get 3"]
-    assert all(text in " ".join(README.split()) for text in says), says
-    assert truth.surprisals(sft[:9]) == [-math.log(crowd(x)[y]) for x, y in sft[:9]]
-
-
 def test_nothing_is_known_of_other_rows(tmp_path):
     assert truth.margins([(BEE, " No idea.", " Bees eat nectar.")]) == [-2.5]
     assert truth.margins([("Hi", "a", "b")]) is None
+    answers = crowd(BEE)
+    surprisals = [-math.log(p) for p in answers.values()]
+    assert truth.surprisals([(BEE, answer) for answer in answers]) == surprisals
     assert truth.surprisals([("Hi", " No idea.")]) is truth.surprisals([(BEE, " Hi")]) is None
     for ask in (crowd, lambda prompt: judge(prompt, " No idea.")):
         with pytest.raises(ValueError, match="not a question .*: 'what does a'"):
