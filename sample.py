@@ -39,8 +39,9 @@ class SampleConfig:
 
 def load_policy(path):
     """A checkpoint, or the folder of a GPT-2 -> policy, tokenizer."""
-    if checkpoints := sorted(Path(path).glob("*.pt")):
-        raise UserError(f"{path}: the folder of a run; give a file in it, such as {checkpoints[0]}")
+    for name in ("ppo.pt", "sft.pt"):
+        if (Path(path) / name).exists():
+            raise UserError(f"{path}: the folder of a run; give a file in it, such as {name}")
     return read_gpt2(path) if Path(path).is_dir() else load_checkpoint(path, ("ppo", "sft"))[:2]
 
 

@@ -13,7 +13,8 @@ A flag names a key of the objects, or a column. "input" and "label" may change w
 a file in which they are not empty is refused.
 
 A chat is a list of messages {"role": ..., "content": ...}. The last one, by the assistant, is the
-answer, and those before are the prompt, "User: ...\\nAssistant:". Or it is a transcript, one string
+answer, and those before are the prompt, "User: ...\\nAssistant:". (If prompts are lists of messages,
+so are the answers.) Or it is a transcript, one string
 "\\n\\nHuman: ...\\n\\nAssistant: ...": the prompt ends with the last "\\n\\nAssistant:". An answer
 gets a leading space where neither the prompt ends nor the answer begins with white space.
 
@@ -32,6 +33,7 @@ from data.rows import KEYS, SHARE, write_rows
 
 PLACES = ("prompt", "completion", "chosen", "rejected", "messages")
 USES = [*KEYS.values(), ("messages",), ("chosen", "rejected")]
+NO_ANSWER = [{"role": "assistant", "content": ""}]
 
 
 class Skip(Exception):
@@ -52,6 +54,7 @@ def read_objects(path):
 
 def read_table(text):
     """CSV -> dicts."""
+    csv.field_size_limit(2**31 - 1)  # 131,072 characters are not enough
     rows = list(csv.DictReader(io.StringIO(text), strict=True))
     for n, row in enumerate(rows, 1):
         if None in row or None in row.values():
@@ -59,16 +62,14 @@ def read_table(text):
     return rows
 
 
-def value_of(where, row, key, types):
+def value_of(where, row, key):
     """The value of a key; null stands for empty text."""
     if not isinstance(row, dict) or key not in row:
         raise UserError(f"{where}: no {key!r} in {json.dumps(row)[:60]}")
     value = "" if row[key] is None else row[key]
-    if not isinstance(value, types):
-        hint = (
-            "text; for a chat leave out --prompt" if types is str else "text or a list of messages"
-        )
-        raise UserError(f"{where}: {key!r} is {json.dumps(value)[:60]} and should be {hint}")
+    if not isinstance(value, (str, list)):
+        wanted = "should be text or a list of messages"
+        raise UserError(f"{where}: {key!r} is {json.dumps(value)[:60]} and {wanted}")
     return value
 
 
@@ -93,11 +94,15 @@ def cut(chat):
 
 def make_row(values, has_prompt):
     """The values of a row -> prompt and answers."""
-    if has_prompt:
+    if len(set(map(type, values))) > 1:
+        raise Skip("text beside a list of messages")
+    if has_prompt and isinstance(values[0], str):
         prompt, *answers = values
     else:
+        if has_prompt:  # messages, which each answer continues
+            values = [values[0] + answer for answer in (NO_ANSWER, *values[1:])]
         prompts, answers = zip(*map(cut, values))
-        prompt = prompts[0]
+        prompt, answers = prompts[0], answers[has_prompt:]
         if len(set(prompts)) > 1:
             raise Skip("the chats differ before the answer")
     stripped = [answer.strip() for answer in answers]
@@ -112,9 +117,8 @@ def make_row(values, has_prompt):
 def convert(path, keys):
     """keys: {flag: key}. -> rows; prints what is skipped, and what is not used."""
     rows, skipped, unused = {}, Counter(), set()
-    types = str if "prompt" in keys else (str, list)
     for place, row in read_objects(path).items():
-        values = [value_of(f"{path}, {place}", row, key, types) for key in keys.values()]
+        values = [value_of(f"{path}, {place}", row, key) for key in keys.values()]
         unused |= {x for x in row.keys() - {*keys.values()} if row[x] not in ("", None)}
         try:
             new = make_row(values, "prompt" in keys)

@@ -48,6 +48,7 @@ def main():
         return score_responses(score, tokens, mask, config, tokenizer.eos)[0].tolist()
 
     steps = M * config.epochs  # gradient steps in an iteration
+    room = policy.config.context - max(map(len, prompts))  # TRL does not see to it
     arguments = trl.GRPOConfig(
         output_dir=str(config.out),
         seed=config.seed,
@@ -65,7 +66,7 @@ def main():
         adam_epsilon=config.adam_eps,
         num_generations=config.k,
         temperature=config.temperature,
-        max_completion_length=config.max_new_tokens,
+        max_completion_length=min(config.max_new_tokens, room),
         beta=config.kl_coef,
         epsilon=config.clip_eps,
         scale_rewards="group" if config.std else "none",

@@ -1,6 +1,6 @@
 """RLHF of a causal language model of Hugging Face transformers: a file to copy beside minippo.py.
 
-    pip install "transformers>=5" peft        (peft: for LoRA)
+    pip install "transformers>=5.24" peft        (peft: for LoRA)
     python -m examples.with_transformers      (a copy: python with_transformers.py)
 
 A tiny Llama learns to write capital letters. In main(), put your own in place of

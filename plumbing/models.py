@@ -34,7 +34,7 @@ def read_contents(path, kinds, hint):
     except Exception as error:  # torch.load raises many kinds of error at a damaged file
         raise UserError(f"{path}: damaged, or not a checkpoint ({type(error).__name__}); {hint}")
     if kind not in kinds:
-        raise UserError(f"{path}: holds {kind!r}, not {' or '.join(map(repr, kinds))}; {hint}")
+        raise UserError(f"{path}: holds {kind!r}, not {' or '.join(map(repr, kinds))}")
     return contents
 
 
@@ -76,7 +76,7 @@ def model_fingerprints(config):
     paths = {}
     if hasattr(config, "models"):
         paths["sft.pt"] = config.models / "sft.pt"
-    if not getattr(config, "reward", "none"):
+    if getattr(config, "reward", None) == "":
         paths["rm.pt"] = config.models / "rm.pt"
     if getattr(config, "policy", ""):
         paths["--policy"] = config.policy
@@ -154,7 +154,10 @@ def load_function(name):
     module, _, function = name.partition(":")
     sys.path.append("")  # the current folder, last
     try:
-        return getattr(importlib.import_module(module), function)
+        attribute = getattr(importlib.import_module(module), function)
+        if not callable(attribute):
+            raise TypeError("not a function")
+        return attribute
     except Exception as error:  # the module is the user's: it may raise anything
         kind, hint = type(error).__name__, "for instance my:score for score() in my.py"
         raise UserError(f"{name}: {kind}: {error}; should be module:function, {hint}")
@@ -171,7 +174,7 @@ def text_reward(function, tokenizer, config):
         returned = function(prompts, responses)
         try:
             scores = [float(x) for x in returned]
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: rows of a tensor
             scores = []
         limits = f"{len(prompts)} numbers, none beyond {LARGEST_SCORE:,.0f}"
         wanted = f"--reward: should return a list of {limits}, not"

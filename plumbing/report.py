@@ -47,7 +47,8 @@ def check_start(policy, ref, score, prompts, config):
         columns.append(gather_logprobs(logits, token))
         return token
 
-    prompts, temperature = prompts[: config.micro_batch or B], config.temperature
+    prompts = prompts[: min(B, 16 * config.micro_batch or B)]  # without gradients, more fit
+    temperature = config.temperature
     tokens, mask, logprobs, _ = generate(
         policy, prompts, config.max_new_tokens, temperature, recorded_draw
     )
@@ -163,7 +164,8 @@ class Evaluator:
 
     def answer(self, measured, texts, i):
         """A response that sample() has returned, and its figures."""
-        figures = {x: measured[x].flatten()[i].item() for x in COLUMNS[:3] if x in measured}
+        names = [x for x in ("judge", "score", "kl") if x in measured]
+        figures = {x: measured[x].flatten()[i].item() for x in names}
         return {"text": texts[i]} | figures
 
     def suspects(self, measured, texts):
@@ -193,12 +195,13 @@ def report(run, score, trained_on):
         torch.manual_seed(config.seed)
         prompts = read_prompts(config.data, "val", run.tokenizer, run.model.config.context)
         figures = json_safe(make_report(run, score, trained_on, prompts))
-        write_file(path, json.dumps(figures, indent=2) + "\n")
         print()
         for label, cells in figures["table"].items():
             print(label.ljust(15) + "".join(cell.rjust(17) for cell in cells))
         print("", *figures["notes"], sep="\n")
     print(f"open {write_page(run, figures)} in a browser to see the run")
+    if figures:  # last: with this file, the run has ended
+        write_file(path, json.dumps(figures, indent=2) + "\n")
 
 
 def make_report(run, score, trained_on, prompts):
@@ -231,6 +234,8 @@ def stages_before(evaluator):
     """How far the SFT model and the reward model (if one gave the scores) are from the best that is
     possible, where the truth is known: row by row, so that luck cancels out."""
     config, sft, rm = evaluator.config, {}, {}
+    if not evaluator.judge:
+        return sft, rm
     rows, entropy = known_rows(evaluator, "sft", surprisals)
     if rows:
         excess = completion_nll(evaluator.ref, rows, config.micro_batch).cpu() - entropy
@@ -252,9 +257,11 @@ def known_rows(evaluator, task, truth):
     """The validation rows of a task as ids, and what truth(rows) says of each; none unless it knows
     all, and all fit into the context."""
     path, eos = evaluator.config.data / f"{task}_val.jsonl", evaluator.tokenizer.eos
-    if path.exists() and (numbers := truth(rows := load_rows(path, task))):
+    rows = load_rows(path, task) if path.exists() else []
+    if numbers := truth(rows):
         encoded = encode_rows(rows, evaluator.tokenizer, evaluator.ref.config.context)
-        if sum(all(ids[-1] == eos for ids in row[1:]) for row in encoded) == len(rows):
+        whole = [row for row in encoded if all(ids[-1] == eos for ids in row[1:])]
+        if len(whole) == len(rows):
             return encoded, torch.tensor(numbers)
     return [], None
 

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -55,6 +56,8 @@ def adam(model, config):
         (head if on_trunk else rest).append(parameter)
     groups = [{"params": rest}, {"params": head, "lr": 30 * config.lr}]
     eps = getattr(config, "adam_eps", 1e-8)
+    if not eps > 0:  # a gradient of 0 would become 0 / 0
+        raise UserError(f"--adam_eps {eps}: should be above 0")
     optimizer = torch.optim.Adam(groups, config.lr, betas=(0.9, 0.99), eps=eps, fused=True)
     warmup = min(config.warmup, config.steps // 10)
 
@@ -84,6 +87,8 @@ class Run:
         )
         self.step, self.seconds, self.done, self.best_loss = 0, 0.0, False, math.inf
         self.log = self.board = None
+        if Path(getattr(config, "policy", "")).resolve() == self.path.resolve():
+            raise UserError(f"--policy {config.policy}: would be replaced; choose another --out")
         if config.resume and self.state_path.exists():
             self.load()
         elif self.state_path.exists() and not config.overwrite:

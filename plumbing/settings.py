@@ -59,7 +59,7 @@ def read_flags(doc, *classes, run=True, positional="", **defaults):
     values = vars(parser.parse_intermixed_args())
     words = values.pop("words", None)
     for field in fields:
-        lowest = int(field.type is int and field.default != 0)
+        lowest = int(field.type is int and field.default != 0 and field.name != "warmup")
         if field.type in (int, float) and not values[field.name] >= lowest:
             parser.error(f"--{field.name} {values[field.name]}: should be at least {lowest}")
     try:

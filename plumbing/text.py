@@ -118,11 +118,12 @@ def encode_rows(rows, tokenizer, context):
         elif len(prompt) >= context:
             notes[f"skipped: the prompt leaves no room in the {limit}"] += 1
         elif len(kept) == 2 and kept[0] == kept[1]:
-            notes["skipped: the two answers are the same"] += 1
+            notes[f"skipped: the two answers do not differ in the {limit}"] += 1
         else:
-            notes[f"cut at the end of the {limit}"] += kept != whole
+            if kept != whole:
+                notes[f"cut at the end of the {limit}"] += 1
             encoded.append((prompt, *kept))
-    lines = [f"{count:,} {note}" for note, count in notes.items() if count]
+    lines = [f"{count:,} {note}" for note, count in notes.items()]
     if not encoded:
         raise UserError(f"no row is left: {'; '.join(lines)}")
     for line in lines:

@@ -45,6 +45,7 @@ SYSTEM = [{"role": "system", "content": " Be kind.\n"}]
 LONG = "System: Be kind.\nUser: 1\nAssistant: 2\nUser: 3\nAssistant:"
 USER, HUMAN = "User: 1\nAssistant:", "\n\nHuman: 1\n\nAssistant:"
 CHATS, HH = ({"a": f("1", "2"), "b": f("1", "3")} for f in (chat, talk))
+CONTINUED = {"q": chat("1"), "a": chat("1", "2")[1:], "b": chat("1", "3")[1:]}
 EMPTY = rows("qab", "\n23", "1 2", ("1", "2", " 2\n"))
 NO_CHATS = rows("m", [[]], [chat("", "2")[1:]], [chat("1", "2", "3")], [""], [talk("1", "2", "3")])
 NO_MESSAGES = rows("m", *([[x]] for x in (1, {"role": ""}, {"role": 1, "content": ""})))
@@ -56,20 +57,24 @@ NO_MESSAGES = rows("m", *([[x]] for x in (1, {"role": ""}, {"role": 1, "content"
         (SFT, LINES, [("é", " 2"), ("\ud83d", "\u2028c")]),
         (SFT, ARRAY, [("1", " 2"), ("1", " 4")]),
         (SFT, TABLE, [('é, "1"\n2', " 3"), ("4\n", "\u20285")]),
+        (SFT, f"q,a\n1,{'2' * 200_000}", [("1", " " + "2" * 200_000)]),
         (PREF, rows("qab", ("1\n", "2", "\n3"), ("1", None, "3")), [("1\n", "2", "\n3")]),
         (PROMPTS, rows("q", "1", [HUMAN]), [("1",), (HUMAN,)]),
         (CHAT, rows("m", [SYSTEM + chat(" 1", "2", "3\n", "\n4 ")]), [(LONG, "\n4 ")]),
         (CHAT, rows("m", [talk("0", "1") + HUMAN + "2 \n"]), [(talk("0", "1") + HUMAN, " 2")]),
         (PAIR, [CHATS, HH], [(USER, " 2", " 3"), (HUMAN, " 2", " 3")]),
+        (PREF, [CONTINUED], [(USER, " 2", " 3")]),
+        (PROMPTS, [CONTINUED], [(USER,)]),
         # Rows that teach nothing are skipped; without any other, that is a fault.
         (PREF, EMPTY, "0 rows kept, 3 skipped\n    2 empty prompt or answer\n    1 equal"),
         (CHAT, NO_CHATS, "3 a chat does not end with an answer\n    2 a transcript"),
         (CHAT, NO_MESSAGES, "3 a message is no object"),
         (PAIR, [HH | {"b": talk("2", "3")}], "1 the chats differ"),
+        (PREF, [CONTINUED | {"b": CHATS["b"]}], "1 the chats differ"),
+        (PREF, [CONTINUED | {"q": "1"}], "1 text beside a list of messages"),
         # Any other fault
         (SFT, STEER, 'x, row 2: no \'a\' in {"q": "\\u001b"'),
         (SFT, "7", "x, line 1: no 'q' in 7"),
-        (PREF, [CHATS | {"q": "1"}], " and should be text; for a chat leave"),
         (PAIR, '[{"a": "", "b": 7}]', "'b' is 7 and should be text or a list"),
         (SFT, "[" * 99_999, "x: cannot be read ("),
         (SFT, "q,a\n1,2\n\n3,4,5", "x.CSV: cannot be read (row 2 has more or fewer"),

@@ -101,7 +101,7 @@ def test_iterated_labels_are_of_both_models(made, tmp_path):
 
 TRL = """per_device_train_batch_size=4 steps_per_generation=2 num_iterations=2 max_steps=12
 warmup_steps=4 learning_rate=0.03 adam_epsilon=0.02 adam_beta2=0.99 max_grad_norm=0.7 seed=6
-num_generations=4 temperature=0.8 max_completion_length=8 beta=0.2 epsilon=0.3 bf16=False
+num_generations=4 temperature=0.8 max_completion_length=ROOM beta=0.2 epsilon=0.3 bf16=False
 scale_rewards=none loss_type=dapo use_bias_correction_kl=False
 use_cpu=True"""
 
@@ -114,7 +114,7 @@ def test_trl_is_told_what_our_flags_mean(made, tmp_path, monkeypatch):
     flags = ["--data", made / "data", "--models", made, "--out", tmp_path, *PPO]
     flags += "--epochs 2 --k 4 --kl_coef 0.2 --clip_eps 0.3 --max_grad_norm 0.7 --lr 0.03".split()
     flags += "--temperature 0.8 --missing_eos_penalty 0.5 --adam_eps 0.02 --seed 6".split()
-    flags += "--no_std --no_length".split()
+    flags += "--no_std --no_length --max_new_tokens 44".split()  # more than there is room for
     for wrong, says in (
         ("--policy x", "leave them out"),
         ("--micro_batch 1", "leave them out"),
@@ -125,9 +125,10 @@ def test_trl_is_told_what_our_flags_mean(made, tmp_path, monkeypatch):
         assert says in run("examples/outgrow.py", *flags, *wrong.split())[2]
     assert run("examples/outgrow.py", *flags)[0] == 0
     _, reward, arguments, rows = trainers[0]
-    settings = [f"{x}={getattr(arguments, x)}" for x in re.findall(r"(\w+)=", TRL)]
-    assert settings == TRL.split() and arguments.output_dir == str(tmp_path)
     ((it, score, prompts),) = reports
+    expected = TRL.replace("ROOM", str(48 - max(map(len, prompts))))
+    settings = [f"{x}={getattr(arguments, x)}" for x in re.findall(r"(\w+)=", expected)]
+    assert settings == expected.split() and arguments.output_dir == str(tmp_path)
     assert rows["prompt"] == [x for (x,) in texts(made / "data", "prompts_train")]
     assert [it.tokenizer.decode(ids) for ids in prompts] == rows["prompt"]
     answers = [5, it.tokenizer.eos], [5, 6, 7]

@@ -140,7 +140,13 @@ def test_the_report_holds_what_ruler_and_truth_say(tmp_path, monkeypatch, capsys
     vars(config).update(data=data, models=tmp_path, out=tmp_path, device="cpu", seed=3)
     policy, _, score, tokenizer = load_models(config)
     run, pages = SimpleNamespace(config=config, model=stir(policy, 0.02), tokenizer=tokenizer), []
-    monkeypatch.setattr(report, "write_page", lambda _, x: pages.append(x) or "page")
+
+    def write_page(_, figures):
+        assert not path.exists()  # with this file, the run has ended
+        pages.append(figures)
+        return "page"
+
+    monkeypatch.setattr(report, "write_page", write_page)
     train, val = (read_prompts(data, x, tokenizer, 48) for x in ("train", "val"))
     report.report(run, score, train)
     printed, written = capsys.readouterr().out, json.loads(path.read_text())
@@ -183,6 +189,9 @@ def test_the_report_holds_what_ruler_and_truth_say(tmp_path, monkeypatch, capsys
     evaluator.config.reward = "other:score"
     sft, rm = report.stages_before(evaluator)
     assert "above_entropy" in sft and rm == {}
+    evaluator.judge = None  # other data: nothing is known of them, and they may be faulty
+    (data / "sft_val.jsonl").write_text("{}")
+    assert report.stages_before(evaluator) == ({}, {})
     ref.config.context = 30  # a row does not fit whole
     assert report.stages_before(evaluator)[0] == {}
     (data / "sft_val.jsonl").unlink()
@@ -208,7 +217,7 @@ def test_table_and_notes_show_figures_and_safe_text():
 
 # What is changed, and what is said; an exclamation mark if the run ends.
 START = """
-off=0.0005, micro_batch=4 -> checked: before the first update the ratio is 1 and the KL
+off=0.0005, batch_size=40, micro_batch=1 -> checked: before the first update the ratio is 1 and the KL
 off=0.002 -> !a ratio is 0.0020 off 1: sampling and update disagree
 off=float("nan") -> !a ratio is nan
 off=0.2, half=True, moved=0.01, policy="x.pt" -> checked:
@@ -220,7 +229,7 @@ scale=4.9 -> checked:
 scale=5.1 -> the first scores is 5.1: divide by it
 scale=0 -> checked:
 batch_size=7, k=2 -> !--batch_size 7: should be a multiple of --k 2
-batch_size=4 -> checked:
+batch_size=4, micro_batch=2 -> checked:
 batch_size=3 -> !--batch_size 3: should be a multiple of --k 1 and at least --minibatches 4
 """
 
@@ -250,12 +259,12 @@ def test_a_run_starts_if_sampling_and_scoring_agree(capsys, monkeypatch, line):
         return x.scale * (-1.0) ** torch.arange(len(mask))
 
     monkeypatch.setattr(report, "gather_logprobs", gather_logprobs)
-    prompts = [[1] * (1 + i % 5) for i in range(20)]
+    prompts = [[1] * (1 + i % 5) for i in range(50)]
     with pytest.raises(UserError, match=says[1:]) if says[0] == "!" else nullcontext():
         report.check_start(model, ref, score, prompts, x)
         printed = capsys.readouterr().out
         assert says in printed and ("divide" in printed) == ("divide" in says)
-        assert max(sizes) == (x.micro_batch or x.batch_size) and ("KL" in printed) != bool(x.policy)
+        assert max(sizes) == min(16, x.batch_size) and ("KL" in printed) != bool(x.policy)
 
 
 def test_what_is_wrong_with_an_iteration_is_said():

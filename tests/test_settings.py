@@ -34,16 +34,21 @@ variations/dpo.py --minibatches 9 --batch_size 8 -> minibatches (9)
 variations/dpo.py --kl_coef 0 -> kl_coef (0.0)
 rm rm.pt; ppo -> rm.pt: not found; train_rm.py makes it
 echo damaged > rm.pt; ppo -> rm.pt: damaged, or not a checkpoint ... train_rm.py makes it
+ppo --adam_eps 0 -> --adam_eps 0.0: should be above 0
+ppo --policy DIR/ppo.pt -> ppo.pt: would be replaced; choose another --out
 ppo --reward math -> math: ... should be module:function
+ppo --reward math:pi -> math:pi: ... not a function; should be module:function
 ppo --reward test_settings:few --separate_critic -> --separate_critic starts from the reward model
 ppo --reward test_settings:few -> a list of 8 numbers, none beyond 1,000,000, not [1.0]
 ppo --reward test_settings:holes -> not nan for '
 ppo --reward test_settings:words -> not ['good', '
+ppo --reward test_settings:pairs -> a list of 8 numbers, none beyond 1,000,000, not tensor
+ppo --reward test_settings:huge -> a list of 8 numbers, none beyond 1,000,000, not [1000
 sample.py -> required: CHECKPOINT PROMPT
 sample.py DIR/sft.pt a --temperature 0 -> temperature (0.0): should be above 0
 sample.py DIR a -> give a file in it, such as ... ppo.pt
 rm ppo.pt; sample.py DIR/ppo.pt a -> ppo.pt: not found; train_ppo.py makes it
-sample.py DIR/rm.pt a -> rm.pt: holds 'rm', not 'ppo' or 'sft'; train_ppo.py makes it
+sample.py DIR/rm.pt a -> rm.pt: holds 'rm', not 'ppo' or 'sft'
 bench/results.py seed sums -> seed: should be among seeds,
 plumbing/hf.py import DIR/sft.pt DIR/new -> export CHECKPOINT FOLDER
 plumbing/hf.py export DIR/sft.pt -> export CHECKPOINT FOLDER
@@ -60,6 +65,14 @@ def holes(prompts, responses):
 
 def words(prompts, responses):
     return ["good"] * len(prompts)
+
+
+def pairs(prompts, responses):
+    return torch.ones(len(prompts), 2)
+
+
+def huge(prompts, responses):
+    return [10**400] * len(prompts)
 
 
 @pytest.fixture
@@ -91,7 +104,8 @@ EXTREME = {
     "sft": "--lr 0",
     "rm": "--warmup 99999999999",
     "ppo": """--kl_coef 0 --clip_eps inf --value_clip inf --max_grad_norm inf --gamma 0 --lam 0
-        --temperature 99 --vf_coef 0 --max_new_tokens 99999 --minibatches 8""",
+        --temperature 99 --vf_coef 0 --max_new_tokens 99999 --minibatches 8
+        --warmup 0""",
 }
 ODD = ["\x00\x1b[31m", "\u202eabc", "😀 é ñ 日本", "<|endoftext|>", " \t\n", "x" * 20, "\ud800"]
 

@@ -28,9 +28,11 @@ def test_rows_are_encoded_skipped_or_cut(tmp_path, capsys):
         "    2 skipped: the prompt is empty",
         f"    3 cut at the end of {limit}",
         f"    2 skipped: the prompt leaves no room in {limit}",
-        "    2 skipped: the two answers are the same",
+        f"    2 skipped: the two answers do not differ in {limit}",
     ]
-    says = "no row is left: 2 skipped: the prompt is empty; 1 skipped: the two answers are the same"
+    says = (
+        "no row is left: 2 skipped: the prompt is empty; 1 skipped: the two answers do not differ"
+    )
     with pytest.raises(UserError, match=says):
         encode_rows([*rows[:2], ("a", "b", "b")], TOKENIZER, 5)
     encode_rows([("a", "b")], TOKENIZER, 5)
