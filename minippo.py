@@ -559,8 +559,7 @@ def whiten(x, mask):
 # has fallen enough. Why not always the clipped one? Tokens share the weights, so steps for others
 # may have moved a ratio the wrong way. If the ratio of the first token (A = 1.14) had fallen to
 # 0.70, the clip alone would freeze it there. But 0.70 A = 0.80 is less than 0.80 A = 0.91, and has
-# a gradient: the ratio is pulled back up. Likewise, a ratio of the last token (A = -1.29) that had
-# risen to 1.30 would be pushed down: 1.30 A = -1.68 is less than 1.20 A = -1.55.
+# a gradient: the ratio is pulled back up.
 #
 # The gradient in all cases, where x stands for ratio * A * grad log pi:
 #
@@ -803,13 +802,11 @@ def explained_variance(values, returns, mask):
 
 
 def batch_metrics(batch, config):
-    """What to watch in a batch: means over its responses or their tokens.
+    """What to watch in a batch: means over its responses or their tokens. rlhf_reward is J.
 
-    In a healthy run of train_ppo.py, score rises; kl climbs to a few nats and stays; entropy falls,
-    but not to 0 (where only one answer is left). If kl climbs on, or entropy nears 0, raise
-    kl_coef. eos_rate stays near 1; explained_variance climbs slowly from 0, with dips. If clip_frac
-    is often above 0.01, or ratio_max above 3, lower the learning rate. If kl jumps, or the answers
-    become alike, read some answers: this may be reward hacking. rlhf_reward is J on the batch.
+    In a healthy run, score rises; kl climbs to a few nats and stays; entropy falls, but not to 0,
+    where only one answer is left. If kl jumps or climbs on, read some answers: this may be reward
+    hacking, and kl_coef too low. docs/using.md says more.
     """
     mask, scores, old_logprobs = batch["mask"], batch["scores"], batch["old_logprobs"]
     kl, kl_k3 = kl_per_response(old_logprobs, batch["ref_logprobs"], mask)

@@ -15,7 +15,7 @@ from minippo import RewardModel, accumulate_gradient, gradient_step, reward_mode
 from plumbing.models import load_sft, set_score_scale
 from plumbing.run import FitConfig, Run, adam
 from plumbing.settings import read_flags, script
-from plumbing.text import by_length, in_parts, pad, read_ids, read_prompts
+from plumbing.text import by_length, chunks, pad, read_ids, read_prompts
 
 
 @dataclass
@@ -66,7 +66,7 @@ def train():
 @torch.no_grad()
 def validate(model, pairs, size):
     """Loss, accuracy and the standard error of the accuracy; `size` pairs in memory at once."""
-    scores = torch.cat([torch.stack(pair_scores(model, x)) for x in in_parts(pairs, size)], 1)
+    scores = torch.cat([torch.stack(pair_scores(model, x)) for x in chunks(pairs, size)], 1)
     loss, stats = reward_model_loss(*scores)
     accuracy = stats["accuracy"]
     error = (accuracy * (1 - accuracy) / len(pairs)) ** 0.5

@@ -29,7 +29,7 @@ from data.rows import read_rows
 from examples import with_transformers as hf
 from minippo import PPOConfig
 from plumbing.settings import read_flags, script
-from plumbing.text import in_parts
+from plumbing.text import chunks
 
 OUT = ROOT / "out" / "pretrained"
 LENGTH = 20  # of a text in SFT and the reward model, and of a response, in tokens
@@ -73,7 +73,7 @@ def first_stages(out, sft, pairs):
 def answers(policy, prompts):
     """-> (tokens, mask) of 32 answers each."""
     rows = [hf.encode(policy.tokenizer, x) for x in prompts]
-    return [hf.sample(policy, x, LENGTH)[:2] for x in in_parts(rows, 32)]
+    return [hf.sample(policy, x, LENGTH)[:2] for x in chunks(rows, 32)]
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from data.rows import KEYS, load_rows
 from minippo import generate
 from plumbing.models import load_descendant, load_function, load_sft, read_contents
 from plumbing.settings import device_of, read_flags, script
-from plumbing.text import in_parts, read_prompts, texts_of
+from plumbing.text import chunks, read_prompts, texts_of
 
 
 @dataclass
@@ -52,7 +52,7 @@ def main():
     prompts = read_prompts(data, "train", tokenizer, policy.config.context)
     prompts = rng.choices(prompts, k=config.pairs)
     pairs = [dict(zip(KEYS["pref"], row)) for row in load_rows(data / "pref_train.jsonl", "pref")]
-    for part in in_parts(prompts, 256):
+    for part in chunks(prompts, 256):
         sampled = [generate(model, part, longest, temperature)[:2] for model in (policy, ref)]
         (texts, ours), (_, others) = (texts_of(tokenizer, *rows) for rows in sampled)
         for prompt, a, b in zip(texts, ours, others):

@@ -12,7 +12,7 @@ import torch
 from data.files import UserError, write_file
 from minippo import GPT, GPTConfig, RewardModel, Trunk, evaluate_actions, frozen_copy, generate
 from minippo import row_lengths
-from plumbing.text import Tokenizer, in_parts, pad_completions, spread_over, texts_of
+from plumbing.text import Tokenizer, chunks, pad_completions, spread_over, texts_of
 
 ANSWERS = 2048  # of the SFT model, that set the scale of the scores
 LARGEST_SCORE = 1e6  # with far larger ones the loss is NaN
@@ -193,7 +193,7 @@ def completion_nll(model, rows, size):
     """(prompt, completion) as ids -> -log pi of each whole completion: (rows,). size: rows in
     memory at once."""
     nats = []
-    for part in in_parts(rows, size):
+    for part in chunks(rows, size):
         tokens, mask = pad_completions(part, model.lm_head.weight.device)
         nats.append(-evaluate_actions(model, tokens, mask)[0].sum(1))
     return torch.cat(nats)
@@ -206,7 +206,7 @@ def set_score_scale(reward_model, sft, prompts, config):
     print(f"    {ANSWERS:,} answers of the SFT model, for the scale of the scores", flush=True)
     prompts, scores = spread_over(prompts, ANSWERS), []
     prompts = [prompts[i % len(prompts)] for i in range(ANSWERS)]
-    for part in in_parts(prompts, 16 * config.micro_batch):  # without gradients, more fit
+    for part in chunks(prompts, 16 * config.micro_batch):  # without gradients, more fit
         tokens, mask, _, _ = generate(sft, part, config.max_new_tokens)
         scores.append(reward_model(tokens, row_lengths(mask)))
     scores = torch.cat(scores)

@@ -10,7 +10,7 @@ import torch
 
 from data.files import printable, read_log, write_file, write_jsonl
 from minippo import at_least_float32, evaluate_actions, kl_per_response, trace
-from plumbing.text import in_parts, texts_of
+from plumbing.text import chunks, texts_of
 
 POINTS = 300  # of a curve at most; where a log has more lines, a point is the mean of several
 RESPONSES = 6  # traced in an iteration
@@ -138,6 +138,6 @@ def curves(rows):
                 points[name].append([row["step"], x])
     for name, curve in points.items():
         size = math.ceil(len(curve) / POINTS)  # points that become one
-        pieces = in_parts(curve, size)
+        pieces = chunks(curve, size)
         points[name] = [[sum(x) / len(piece) for x in zip(*piece)] for piece in pieces]
     return points

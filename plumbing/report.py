@@ -19,7 +19,7 @@ from minippo import draw, evaluate_actions, gather_logprobs, generate, kl_per_re
 from minippo import row_lengths
 from plumbing.models import completion_nll, load_sft
 from plumbing.page import json_safe, write_page
-from plumbing.text import completion_tokens, encode_rows, in_parts, pad_completions
+from plumbing.text import chunks, completion_tokens, encode_rows, pad_completions
 from plumbing.text import read_prompts, texts_of
 
 PROMPTS, REFERENCE, SAMPLES = 128, 192, 16  # responses of the reference, of a policy, to a prompt
@@ -245,7 +245,7 @@ def stages_before(evaluator):
     rows, margin = known_rows(evaluator, "pref", margins)
     if rows:
         answers = [(prompt, answer) for prompt, *pair in rows for answer in pair]
-        parts = in_parts(answers, config.micro_batch)
+        parts = chunks(answers, config.micro_batch)
         scores = [evaluator.score(*pad_completions(x, config.device)).cpu() for x in parts]
         chosen, rejected = torch.cat(scores).view(-1, 2).unbind(1)
         more = margin.sign() - (chosen - rejected).sign()  # a tie is half right

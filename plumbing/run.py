@@ -131,8 +131,7 @@ class Run:
             part.load_state_dict(contents[name])
         for name in self.SAVED:
             setattr(self, name, contents[name])
-        if self.kind == "ppo":
-            self.config.kl_coef = contents["kl_coef"]  # it may have been adapted
+        self.config.kl_coef = contents["kl_coef"]  # of PPO, which may have adapted it
         torch.set_rng_state(contents["random"])
         if self.config.device.startswith("cuda") and "cuda" in contents:
             torch.cuda.set_rng_state(contents["cuda"], self.config.device)

@@ -170,6 +170,6 @@ def spread_over(rows, n):
     return rows[:: max(1, math.ceil(len(rows) / n))]
 
 
-def in_parts(rows, size):
-    """The rows in parts of `size`."""
+def chunks(rows, size):
+    """The rows, `size` at a time."""
     return [rows[i : i + size] for i in range(0, len(rows), size)]

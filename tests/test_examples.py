@@ -15,7 +15,7 @@ from data.rows import load_rows
 from examples import ensemble, sums
 from minippo import generate, row_lengths
 from plumbing.models import load_checkpoint, load_models, save_checkpoint
-from plumbing.text import in_parts, pad_completions, texts_of
+from plumbing.text import chunks, pad_completions, texts_of
 from tiny import assert_equal, stir, weights
 
 
@@ -85,7 +85,7 @@ def test_iterated_labels_are_of_both_models(made, tmp_path):
     rng, pairs = random.Random(3), texts(data, "pref_train")
     prompts = rng.choices([x for (x,) in texts(data, "prompts_train")], k=300)
     torch.manual_seed(3)
-    for part in in_parts(prompts, 256):
+    for part in chunks(prompts, 256):
         ids = [tokenizer.encode(x) for x in part]
         both = [texts_of(tokenizer, *generate(x, ids, 8, 0.2)[:2])[1] for x in (policy, ref)]
         new = [label(rng, *row) for row in zip(part, *both) if row[1] != row[2]]

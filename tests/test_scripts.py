@@ -26,7 +26,7 @@ from plumbing import models, run as run_module
 from plumbing.models import fingerprint, load_checkpoint, load_models
 from plumbing.page import likely_tokens
 from plumbing.settings import RunConfig
-from plumbing.text import Tokenizer, in_parts, read_ids, read_prompts, texts_of
+from plumbing.text import Tokenizer, chunks, read_ids, read_prompts, texts_of
 from variations import rloo
 
 # Twins: the same stages in plain code. Stages 1 and 2 go row by row; no gradient is computed in
@@ -131,7 +131,7 @@ def plain_fit(kind, it):  # it: the settings
     figures = plain_loss(kind, model, val)[2]
     if kind == "rm":
         prompts, scores = read_prompts(it.data, "train", tokenizer, 44), []
-        for part in in_parts([prompts[i % 20] for i in range(64)], 16 * it.micro_batch):
+        for part in chunks([prompts[i % 20] for i in range(64)], 16 * it.micro_batch):
             tokens, mask, _, _ = minippo.generate(sft, part, it.max_new_tokens)
             scores.extend(model(tokens, row_lengths(mask)))
         scores = torch.stack(scores)
