@@ -66,7 +66,7 @@ def read_gpt2(source):
         transformers.logging.enable_progress_bar()  # of a download
     try:
         theirs, info = transformers.GPT2LMHeadModel.from_pretrained(
-            source, output_loading_info=True
+            source, dtype=torch.float32, output_loading_info=True
         )
         tokenizer = read_vocabulary(transformers.AutoTokenizer.from_pretrained(source))
         c = theirs.config

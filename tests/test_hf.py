@@ -54,6 +54,9 @@ def test_an_imported_gpt2_gives_logits_and_ids_of_transformers(tmp_path):
     their_ids = AutoTokenizer.from_pretrained(tmp_path, split_special_tokens=True).encode
     for text in [*TEXTS, *zoo.PROMPTS, *random_texts(0)]:
         assert tokenizer.encode(text) == their_ids(text)
+    theirs.transformer.wte.weight.data *= 1e3
+    theirs.bfloat16().save_pretrained(tmp_path)  # such a file is read in 32 bits
+    assert_same_logits(hf.read_gpt2(tmp_path)[0], theirs.float())
     save_file(file | {"ln_f.bias": torch.full((24,), torch.nan)}, path, metadata={"format": "pt"})
     with pytest.raises(UserError, match="its logits are nan off"):
         hf.read_gpt2(tmp_path)
