@@ -3,8 +3,7 @@
     python train_rm.py                     after train_sft.py, on the same data
     python train_rm.py --data FOLDER       on your own pref_train.jsonl and pref_val.jsonl
 
-The files hold rows {"prompt": ..., "chosen": ..., "rejected": ...}. Writes out/rm.pt; its scores
-have mean 0 and standard deviation 1 on the answers of the SFT model, and a cap.
+The files hold rows {"prompt": ..., "chosen": ..., "rejected": ...}. Writes out/rm.pt.
 """
 
 from dataclasses import dataclass
@@ -13,15 +12,20 @@ import torch
 
 from minippo import RewardModel, accumulate_gradient, gradient_step, reward_model_loss
 from plumbing.models import load_sft, set_score_scale
-from plumbing.run import FitConfig, Run, adam
+from plumbing.run import Run, adam, limit_steps
 from plumbing.settings import read_flags, script
 from plumbing.text import by_length, chunks, pad, read_ids, read_prompts
 
 
 @dataclass
-class TrainConfig(FitConfig):
+class TrainConfig:
     steps: int = 1950  # at most this many steps
     epochs: int = 2  # at most this many passes over the pairs
+    batch_size: int = 64  # pairs per step
+    micro_batch: int = 16  # pairs in memory at once
+    lr: float = 1e-3  # peak learning rate of Adam; falls linearly to 0
+    warmup: int = 20  # steps in which the rate climbs to its peak; at most a tenth of all
+    max_grad_norm: float = 1.0  # gradients are clipped to this norm
     max_new_tokens: int = 48  # length limit of the answers behind mean, std and cap; as in PPO
     models: str = ""  # folder of sft.pt; if empty, --out or the folder above it
 
@@ -40,7 +44,7 @@ def train():
     val_pairs = read_ids(config.data, "pref", "val", tokenizer, sft.config.context)
     prompts = read_prompts(config.data, "train", tokenizer, sft.config.context)
     model = RewardModel(sft).to(config.device)
-    config.limit_steps(len(pairs))
+    limit_steps(config, len(pairs))
     optimizer, schedule = adam(model, config)
     run = Run("rm", config, model, tokenizer, optimizer, schedule, data=(pairs, val_pairs, prompts))
 
@@ -59,18 +63,17 @@ def train():
     figures = run.load_best()
     set_score_scale(model, sft, prompts, config)  # sets mean, std and cap by scores of SFT answers
     run.finish(**figures)
-    right, error = 100 * figures["val_accuracy"], 100 * figures["val_accuracy_se"]
-    print(f"{right:.1f} % ± {error:.1f} of the validation pairs right")
+    accuracy = figures["val_accuracy"]
+    error = (accuracy * (1 - accuracy) / len(val_pairs)) ** 0.5
+    print(f"{100 * accuracy:.1f} % ± {100 * error:.1f} of the validation pairs right")
 
 
 @torch.no_grad()
 def validate(model, pairs, size):
-    """Loss, accuracy and the standard error of the accuracy; `size` pairs in memory at once."""
+    """The loss and the accuracy. size: pairs in memory at once."""
     scores = torch.cat([torch.stack(pair_scores(model, x)) for x in chunks(pairs, size)], 1)
     loss, stats = reward_model_loss(*scores)
-    accuracy = stats["accuracy"]
-    error = (accuracy * (1 - accuracy) / len(pairs)) ** 0.5
-    return {"val_loss": loss.item(), "val_accuracy": accuracy, "val_accuracy_se": error}
+    return {"val_loss": loss.item(), "val_accuracy": stats["accuracy"]}
 
 
 if __name__ == "__main__":

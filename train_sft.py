@@ -14,14 +14,20 @@ from data.rows import read_rows
 from data.zoo import write_data
 from minippo import GPTConfig, accumulate_gradient, evaluate_actions, gradient_step, masked_mean
 from plumbing.models import completion_nll, new_model
-from plumbing.run import FitConfig, Run, adam
+from plumbing.run import Run, adam, limit_steps
 from plumbing.settings import read_flags, script
 from plumbing.text import by_length, completion_tokens, encode_rows, pad_completions, read_ids
 
 
 @dataclass
-class TrainConfig(GPTConfig, FitConfig):  # FitConfig: steps, batch_size, ..., in plumbing/run.py
+class TrainConfig(GPTConfig):  # GPTConfig, in minippo.py: the size of the model
+    steps: int = 1300  # at most this many steps
+    epochs: int = 12  # at most this many passes over the rows
+    batch_size: int = 64  # rows per step
+    micro_batch: int = 16  # rows in memory at once
     lr: float = 3e-3  # peak learning rate of Adam; falls linearly to 0
+    warmup: int = 20  # steps in which the rate climbs to its peak; at most a tenth of all
+    max_grad_norm: float = 1.0  # gradients are clipped to this norm
     init: str = ""  # start from gpt2, gpt2-medium, -large, -xl or a folder with such a model
 
 
@@ -43,7 +49,7 @@ def train():
     model, tokenizer = new_model(config, texts)
     rows = encode_rows(texts, tokenizer, model.config.context)  # ids, with end tokens
     val_rows = read_ids(config.data, "sft", "val", tokenizer, model.config.context)
-    config.limit_steps(len(rows))  # at most config.epochs passes over the rows
+    limit_steps(config, len(rows))  # at most config.epochs passes over the rows
     optimizer, schedule = adam(model, config)
     # Run: the batches, the validations, the log, and the saved state for --resume
     run = Run("sft", config, model, tokenizer, optimizer, schedule, data=(rows, val_rows))

@@ -7,7 +7,6 @@ import math
 import signal
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,24 +26,12 @@ SAVE_SECONDS, SHOW_SECONDS = 30, 4  # between two saves; between two lines on th
 VALIDATIONS, VALIDATED = 10, 1000  # validations per run; rows per validation
 
 
-@dataclass
-class FitConfig:
-    """What stages 1 and 2 have in common."""
-
-    steps: int = 1300  # steps at most
-    epochs: int = 12  # passes over the rows at most
-    batch_size: int = 64  # rows per step
-    micro_batch: int = 16  # rows in memory at once
-    lr: float = 1e-3  # peak learning rate of Adam; it falls linearly to 0
-    warmup: int = 20  # steps in which the learning rate climbs to its peak; at most a tenth of all
-    max_grad_norm: float = 1.0  # gradients are clipped to this norm
-
-    def limit_steps(self, rows):
-        """Limit the steps to `epochs` passes over so many rows, and say so."""
-        steps = math.ceil(self.epochs * rows / self.batch_size)
-        if steps < self.steps:
-            print(f"{steps:,} steps, not {self.steps:,}: --epochs {self.epochs} of {rows:,} rows")
-            self.steps = steps
+def limit_steps(config, rows):
+    """Limit the steps to config.epochs passes over so many rows, and say so."""
+    steps = math.ceil(config.epochs * rows / config.batch_size)
+    if steps < config.steps:
+        print(f"{steps:,} steps, not {config.steps:,}: --epochs {config.epochs} of {rows:,} rows")
+        config.steps = steps
 
 
 def adam(model, config):

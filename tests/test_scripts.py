@@ -97,7 +97,6 @@ def plain_loss(kind, model, rows):
     margins = torch.cat([score(x + a) - score(x + b) for x, a, b in rows])
     loss, right = (1 + (-margins).exp()).log().mean(), (margins > 0).double().mean()
     figures = {"val_loss": loss, "val_accuracy": right}
-    figures["val_accuracy_se"] = (right * (1 - right) / len(rows)) ** 0.5
     return loss, {"loss": loss, "accuracy": right, "margin": margins.mean()}, figures
 
 
@@ -219,8 +218,9 @@ def test_sft_and_reward_model_are_trained_as_their_twins(tmp_path, monkeypatch):
         if kind == "sft":
             assert f" loss {figures['val_loss']:.4f} nats" in result
         else:
-            right, error = 100 * figures["val_accuracy"], 100 * figures["val_accuracy_se"]
-            assert f"{right:.1f} % ± {error:.1f} of" in result
+            right = figures["val_accuracy"]
+            error = (right * (1 - right) / 10) ** 0.5
+            assert f"{100 * right:.1f} % ± {100 * error:.1f} of" in result
 
 
 def test_ppo_trains_as_its_twin(made, tmp_path):
@@ -256,7 +256,7 @@ def test_the_defaults_are_those_that_were_measured():
     stages = RunConfig, train_sft.TrainConfig, train_rm.TrainConfig, train_ppo.LoopConfig
     assert [[*vars(stage()).values()] for stage in stages] == [
         [Path("data/zoo"), Path("out"), "auto", 0, False, False, False],
-        [1300, 12, 64, 16, 0.003, 20, 1.0, 1024, 128, 4, 4, 96, False, ""],
+        [1024, 128, 4, 4, 96, False, 1300, 12, 64, 16, 0.003, 20, 1.0, ""],
         [1950, 2, 64, 16, 0.001, 20, 1.0, 48, ""],
         [450, 128, 0.0008, 5, 0.0001, "", "", "", False, 0.0, 0],
     ]
