@@ -3,7 +3,7 @@
     python -m data.rt_polarity rt-polarity.pos rt-polarity.neg --out data/rt
 
 The two files are the sentence polarity data set v1.0, one snippet a line, 5,331 of each kind:
-https://www.cs.cornell.edu/people/pabo/movie-review-data/. It is the task of Ziegler et al.
+https://www.cs.cornell.edu/people/pabo/movie-review-data/. The task is like that of Ziegler et al.
 (arXiv:1909.08593), with labels from the reviews.
 
     sft      every snippet of at least 8 words, good and bad, cut after its fourth word

@@ -4,8 +4,8 @@ several processes.
     torchrun --nproc_per_node 2 -m examples.outgrow    after pip install trl==1.12.0
 
 One process for each GPU; on several machines (--nnodes of torchrun) all must see --out. The flags
-and the report are those of variations/grpo.py; TRL has no --policy, --micro_batch, --resume,
---kl_target or --ref_update_every.
+and the report are those of variations/grpo.py, without --policy, --micro_batch, --resume,
+--kl_target and --ref_update_every.
 """
 
 from data.files import UserError
@@ -31,7 +31,7 @@ def main():
     config.device = str(process.device)  # each process has its own GPU
     B, M, processes = config.batch_size, config.minibatches, process.num_processes
     if config.policy or config.micro_batch or config.resume:
-        raise UserError("TRL has no --policy, --micro_batch and --resume: leave them out")
+        raise UserError("--policy, --micro_batch and --resume do not work here: leave them out")
     if B % config.k or B % (M * processes):
         hint = f"--k {config.k} and of --minibatches x processes, {M * processes}"
         raise UserError(f"--batch_size {B}: should be a multiple of {hint}")

@@ -3,13 +3,13 @@
     python -m examples.sums
     python train_sft.py --data data/sums --out out/sums --vocab_size 270 --context 32 --steps 1500
     python train_ppo.py --data data/sums --out out/sums --reward examples.sums:score
-    python sample.py out/sums/ppo.pt "23 + 48 ="
+    python sample.py out/sums/ppo.pt "36 + 31 ="
 
 The first command writes demonstrations of sums of two numbers below 100. Two in five are right; the
-others are off by 1, 2, 9, 10 or 11, up or down. SFT imitates them, errors included. The reward is 1
-for the right sum and 0 for any other text, so there is no reward model to train, and nothing to
-hack. One addition in ten is in the validation files only, so the report shows whether PPO has
-learned to add.
+others are off by 1, 2, 9, 10 or 11, up or down (and written without a sign). SFT imitates them,
+errors included. The reward is 1 for the right sum and 0 for any other text, so there is no reward
+model to train, and nothing to hack. One addition in ten is in the validation files only, so the
+report shows whether PPO has learned to add.
 """
 
 import random
