@@ -49,4 +49,5 @@ def members(folder, device):
     members = [load_checkpoint(path, ["rm"], device) for path in paths]
     if {figures["sft"] for *_, figures in members} != {fingerprint(folder / "sft.pt")}:
         raise UserError(f"{folder}/ensemble/*/rm.pt: should be made from {folder}/sft.pt")
+    print(f"{len(members)} reward models: {folder}/ensemble/*/rm.pt")
     return [model for model, *_ in members]

@@ -47,7 +47,7 @@ def test_two_in_five_sums_are_right_and_score(tmp_path):
     assert "already exists" in run("examples/sums.py", "--out", folder)[2]
 
 
-def test_an_ensemble_gives_the_mean_or_the_minimum(made, tmp_path):
+def test_an_ensemble_gives_the_mean_or_the_minimum(made, tmp_path, capsys):
     folder = shutil.copytree(made, tmp_path / "models")
     config, expected = SimpleNamespace(models=folder), []
     ids, mask, *_ = generate(load_checkpoint(made / "sft.pt", ["sft"])[0], [[1, 2], [3, 4]] * 4, 8)
@@ -60,6 +60,7 @@ def test_an_ensemble_gives_the_mean_or_the_minimum(made, tmp_path):
     assert len({*expected.argmin(0).tolist()}) > 1
     state = torch.get_rng_state()
     assert_equal(ensemble.mean(ids, mask, config), expected.mean(0), 1e-6)
+    assert capsys.readouterr().out == f"3 reward models: {folder}/ensemble/*/rm.pt\n"
     assert_equal(ensemble.minimum(ids, mask, config), expected.amin(0), 1e-6)
     assert torch.equal(torch.get_rng_state(), state)
     flags = "--models", folder, "--reward", "examples.ensemble:minimum"
