@@ -13,8 +13,8 @@ answers or completions), PPO maximises
 The *policy* pi is the language model, seen as a rule for choosing the next token. The *reference*
 ref is the frozen SFT model. KL(pi || ref), the Kullback-Leibler divergence, is the mean of
 log pi(y | x) - log ref(y | x) over responses y of pi: how far the policy has moved, in nats (the
-unit of natural logarithms). Beta (kl_coef in the code) is the penalty per nat. E is the mean over
-prompts and responses of pi. PPO repeats four phases:
+unit of natural logarithms). Without y, log pi is that of one token. Beta (kl_coef in the code) is
+the penalty per nat. E is the mean over prompts and responses of pi. PPO repeats four phases:
 
     prompts --> 1. policy --> responses, log pi, values -----------------+
                      ^            |                                      |
@@ -43,8 +43,8 @@ log pi at index 1 is that of token 2, "sweet". With the prompt "Bees eat", a sco
     tokens       Bees   eat    sweet  nectar <eos>  pad     (B, T); <eos> is the end token
     action       eat    sweet  nectar <eos>  pad            tokens[:, t + 1]; from here on (B, T-1)
     mask         .      x      x      x      .              does the action belong to the response?
-    log pi       .     -0.50  -1.20  -0.10   .              of the action, when it was sampled
-    log ref      .     -1.00  -1.00  -0.30   .              of the action, under the reference
+    log pi       .     -0.50  -1.20  -0.10   .              old_logprobs: when sampled
+    log ref      .     -1.00  -1.00  -0.30   .              ref_logprobs: by the reference
     KL           .      0.50  -0.20   0.20   .              log pi - log ref: a sample of the KL
     reward       .     -0.05   0.02   1.38   .              -beta * KL; the last gets the score too
     value        .      0.80   1.00   1.20   .              prediction: sum of the rewards to come
@@ -173,7 +173,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.trunk = Trunk(config)
-        self.value_trunk = None  # or a Trunk that the value head reads in place of the policy's
+        self.value_trunk = None  # --separate_critic puts a Trunk here, for the value head to read
         self.lm_head = nn.Linear(config.channels, config.vocab_size, bias=False)
         self.lm_head.weight = self.trunk.token_embedding.weight  # shared, as in GPT-2
         self.value_head = nn.Linear(config.channels, 1)
@@ -301,9 +301,11 @@ def draw(logits):
 
     Cut the interval from 0 to 1 into a piece for each token, as long as its probability. Draw a
     number u from the interval, and take the token whose piece contains u (*inverse transform
-    sampling*). torch.multinomial would do as well.
+    sampling*). torch.multinomial does this in one call.
     """
-    ends = logits.softmax(-1).cumsum(-1, dtype=torch.float64)  # where the pieces end
+    ends = logits.softmax(-1).cumsum(
+        -1, dtype=torch.float64
+    )  # where pieces end; the last: 1, or nearly
     if ends[:, -1].isnan().any():
         raise FloatingPointError("the logits are not finite: no token can be drawn from them")
     u = torch.rand(len(ends), 1, dtype=torch.float64, device=ends.device) * ends[:, -1:]
@@ -425,7 +427,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # (Schulman, "Approximating KL divergence"; on a first reading, k1 is enough):
 #
 #     k1 = d                   on average the KL, but often below 0     used in reward, metric
-#     k2 = d^2 / 2             its mean gradient is that of this KL     loss, an option (section 6)
+#     k2 = d^2 / 2             its mean gradient is that of the KL      loss, an option (section 6)
 #     k3 = exp(-d) - 1 + d     on average the KL, and never below 0     metric
 #
 # k3 is never below 0, because exp(x) >= 1 + x, and near 0 it varies less than k1. Its mean is the
@@ -462,10 +464,10 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 # constants, and a constant times E[grad log pi] is 0. So its grad log pi is multiplied by the
 # *return*: the sum of its own and all later rewards.
 #
-# Why does the KL go into the reward, and not into the loss? A token decides which states come
-# later, and so changes their KL. If the KL is a reward, the return of a token contains its own d
-# and all later ones. As a loss, k2 has the gradient d * grad log pi: it ignores the states that
-# the token leads to. As a loss, k1 would teach nothing: its gradient, grad log pi, has mean 0.
+# Why does the KL go into the reward, and not into the loss? A token decides which states follow,
+# and with them the later KL. If the KL is a reward, the return of a token contains its own d and
+# all later ones. As a loss, k2 has the gradient d * grad log pi: it ignores the states that the
+# token leads to. As a loss, k1 would teach nothing: its gradient, grad log pi, has mean 0.
 #
 # The third change: a baseline. Any number that does not depend on the action may be subtracted from
 # the return: on average this changes nothing, because E[grad log pi] = 0. (Without a baseline,
@@ -617,7 +619,7 @@ def value_loss(values, old_values, returns, mask, clip):
 # A *rollout* is a batch of sampled responses and what is recorded about them, a dict:
 #
 #     (B, T)      tokens
-#     (B,)        scores (less penalties), ended (not cut off)
+#     (B,)        scores (less the penalties below), ended (not cut off)
 #     (B, T-1)    mask, old_logprobs, old_values, ref_logprobs; phase 3 adds rewards, returns, and
 #                 advantages, which multiply the ratios in the policy loss
 #
@@ -687,7 +689,8 @@ def join_rollouts(pieces):
 
 @torch.no_grad()
 def rollout(policy, ref, score, prompts, config, generate=generate):
-    """Phases 1 and 2: sample responses to the prompts (lists of ids) -> a rollout."""
+    """Phases 1 and 2: sample responses to the prompts (lists of ids) -> a rollout. generate: or
+    another sampler."""
     size = config.micro_batch
     if 0 < size < len(prompts):
         pieces = [prompts[i : i + size] for i in range(0, len(prompts), size)]
@@ -760,7 +763,7 @@ def mean_stats(weighted):
 def accumulate_gradient(loss_of, rows, micro_batch, count):
     """backward() for the loss of some rows, at most micro_batch (0: all) at a time -> stats.
 
-    loss_of(rows) -> loss, stats: means over count(rows) tokens or pairs.
+    loss_of(rows) -> loss, stats. count(rows): how many tokens or pairs these are means over.
     """
     weighted, size = [], micro_batch or len(rows)
     for i in range(0, len(rows), size):
@@ -802,7 +805,7 @@ def explained_variance(values, returns, mask):
 
 
 def batch_metrics(batch, config):
-    """What to watch in a batch: means over its responses or their tokens. rlhf_reward is J.
+    """What to watch in a batch: means over its responses or their tokens. rlhf_reward estimates J.
 
     In a healthy run, score rises; kl climbs to a few nats and stays; entropy falls, but not to 0,
     where only one answer is left. If kl jumps or climbs on, read some answers: this may be reward
@@ -825,8 +828,8 @@ def batch_metrics(batch, config):
 
 
 def trace(batch, row, spell):
-    """One response as {title: list}: those rows of the header's table that the batch holds, with
-    the advantages used in the loss. spell: id -> text."""
+    """One response as {title: list}: the numbers of the header's table, as far as the batch has
+    them; the advantages are those used in the loss. spell: id -> text."""
     x = {name: values[row] for name, values in batch.items()}
     x["kl"] = x["old_logprobs"] - x["ref_logprobs"]
     titles = {"old_logprobs": "log pi", "ref_logprobs": "log ref", "kl": "KL", "rewards": "reward"}
@@ -857,7 +860,7 @@ def turns_score(tokens, mask):
 def main():
     torch.manual_seed(0)
     iterations, lr, config = 100, 3e-3, PPOConfig(max_new_tokens=8)
-    policy = GPT(GPTConfig(len(LETTERS), context=16, layers=2, channels=32)).eval()
+    policy = GPT(GPTConfig(len(LETTERS), context=16, layers=2, channels=32))
     ref = frozen_copy(policy)
     optimizer = torch.optim.Adam(policy.parameters(), lr)
     prompts = [[letter] for letter in range(26)]

@@ -19,20 +19,20 @@ from plumbing.text import read_prompts
 
 
 @dataclass
-class StageConfig:  # read by every script that trains a policy, variations/dpo.py too
+class PolicyTrainConfig:  # read by every script that trains a policy, variations/dpo.py too
     steps: int = 450  # iterations, each with a new batch
     batch_size: int = 128  # responses per iteration
-    lr: float = 8e-4  # peak learning rate, falling to 0; a value head on the trunk: 30 times
+    lr: float = 8e-4  # peak learning rate, falling to 0; the value head's is 30 times this
     warmup: int = 5  # iterations in which the rate climbs to its peak; at most a tenth of all
     adam_eps: float = 1e-4  # Adam's epsilon; weights with tiny, noisy gradients move less
     models: str = ""  # folder of sft.pt and rm.pt; if empty, --out or else the folder above it
     policy: str = ""  # checkpoint to start from instead of sft.pt, which remains the reference
-    reward: str = ""  # module:function, (prompts, responses), lists of texts -> list of numbers
+    reward: str = ""  # module:function to score responses instead of rm.pt; see docs/using.md
     no_report: bool = False  # end without measuring the result on the validation prompts
 
 
 @dataclass
-class LoopConfig(StageConfig):  # read by the loop below, whatever the algorithm
+class LoopConfig(PolicyTrainConfig):  # read by the loop below, whatever the algorithm
     kl_target: float = 0.0  # adapt beta to hold the KL at this many nats; 0: beta is fixed
     ref_update_every: int = 0  # copy the policy into ref every so many iterations; 0: never
 
@@ -53,7 +53,7 @@ def train(
     optimizer, schedule = adam(policy, config)
     run = Run("ppo", config, policy, tokenizer, optimizer, schedule, data=prompts, ref=ref)
     if run.step == 0:
-        check_start(policy, ref, score, prompts, config)  # are the ratio 1 and the KL 0?
+        check_start(policy, ref, score, prompts, config)  # the ratio is 1, the KL 0, settings fit
         center_values(policy, rollout(policy, ref, score, prompts[: config.batch_size], config))
 
     for step in run.steps():
@@ -64,7 +64,7 @@ def train(
         stats = ppo_update(policy, optimizer, batch, config, loss)  # phase 4
         stats |= batch_metrics(batch, config)
         schedule.step()
-        if config.kl_target:  # beta follows the KL (Ziegler et al., arXiv:1909.08593)
+        if config.kl_target:  # beta follows the KL slowly (Ziegler et al., arXiv:1909.08593)
             error = min(max(stats["kl"] / config.kl_target - 1, -0.2), 0.2)
             config.kl_coef *= 1 + error * config.batch_size / 10_000
         if config.ref_update_every and (step + 1) % config.ref_update_every == 0:
@@ -72,7 +72,7 @@ def train(
         run.end_step(stats, batch)  # grades by the judge, logs, saves
 
     run.finish()
-    report(run, score, prompts)
+    report(run, score, prompts)  # unless --no_report
 
 
 if __name__ == "__main__":

@@ -26,25 +26,25 @@ class TrainConfig:
     lr: float = 1e-3  # peak learning rate of Adam; falls linearly to 0
     warmup: int = 20  # steps in which the rate climbs to its peak; at most a tenth of all
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
-    max_new_tokens: int = 48  # length limit of the answers behind mean, std and cap; as in PPO
+    max_new_tokens: int = 48  # longest SFT answer used to set the scale of the scores; as in PPO
     models: str = ""  # folder of sft.pt; if empty, --out or the folder above it
 
 
 def pair_scores(model, pairs):
     """(prompt, chosen, rejected) as ids -> scores (B,) of the chosen and the rejected answers."""
     rows = [x for prompt, a, b in pairs for x in (prompt + a, prompt + b)]  # chosen, rejected, ...
-    return model(*pad(rows, model.mean.device)).view(-1, 2).unbind(1)
+    return model(*pad(rows, model.mean.device)).view(-1, 2).unbind(1)  # (2B,) -> (B,), (B,)
 
 
 @script
 def train():
-    config = read_flags(__doc__, TrainConfig)
+    config = read_flags(__doc__, TrainConfig)  # and --data, --out, --device, --seed, ...
     sft, tokenizer = load_sft(config)
     pairs = read_ids(config.data, "pref", "train", tokenizer, sft.config.context)
     val_pairs = read_ids(config.data, "pref", "val", tokenizer, sft.config.context)
-    prompts = read_prompts(config.data, "train", tokenizer, sft.config.context)
+    prompts = read_prompts(config.data, "train", tokenizer, sft.config.context)  # for the scale
     model = RewardModel(sft).to(config.device)
-    limit_steps(config, len(pairs))
+    limit_steps(config, len(pairs))  # at most config.epochs passes over the pairs
     optimizer, schedule = adam(model, config)
     run = Run("rm", config, model, tokenizer, optimizer, schedule, data=(pairs, val_pairs, prompts))
 
@@ -60,10 +60,10 @@ def train():
         schedule.step()
         run.end_step(stats)  # validates now and then, and keeps the best weights
 
-    figures = run.load_best()
+    best = run.load_best()  # and validates on all val_pairs
     set_score_scale(model, sft, prompts, config)  # sets mean, std and cap by scores of SFT answers
-    run.finish(**figures)
-    accuracy = figures["val_accuracy"]
+    run.finish(**best)
+    accuracy = best["val_accuracy"]
     error = (accuracy * (1 - accuracy) / len(val_pairs)) ** 0.5
     print(f"{100 * accuracy:.1f} % ± {100 * error:.1f} of the validation pairs right")
 

@@ -16,7 +16,7 @@ from minippo import GPTConfig, accumulate_gradient, evaluate_actions, gradient_s
 from plumbing.models import completion_nll, new_model
 from plumbing.run import Run, adam, limit_steps
 from plumbing.settings import read_flags, script
-from plumbing.text import by_length, completion_tokens, encode_rows, pad_completions, read_ids
+from plumbing.text import by_length, count_tokens, encode_rows, pad_completions, read_ids
 
 
 @dataclass
@@ -41,17 +41,17 @@ def sft_loss(model, rows):
 
 @script  # a user's mistake ends it with one line, not a traceback
 def train():
-    config = read_flags(__doc__, TrainConfig)
+    config = read_flags(__doc__, TrainConfig)  # and --data, --out, --device, --seed, ...
     if config.data == Path("data/zoo") and not config.data.exists():
         print(f"{config.data} is not there yet: making the default data")
         write_data(config.data)
     texts = read_rows(config.data, "sft", "train")
-    model, tokenizer = new_model(config, texts)
+    model, tokenizer = new_model(config, texts)  # learns a vocabulary from the texts
     rows = encode_rows(texts, tokenizer, model.config.context)  # ids, with end tokens
     val_rows = read_ids(config.data, "sft", "val", tokenizer, model.config.context)
     limit_steps(config, len(rows))  # at most config.epochs passes over the rows
     optimizer, schedule = adam(model, config)
-    # Run: the batches, the validations, the log, and the saved state for --resume
+    # Run: the batches, the validations, the log, and the saved state; data: --resume needs the same
     run = Run("sft", config, model, tokenizer, optimizer, schedule, data=(rows, val_rows))
 
     def loss_of(rows):
@@ -60,19 +60,19 @@ def train():
     for _ in run.steps(validate=validate, val_rows=val_rows):
         batch = by_length(run.batch(rows, config.batch_size))  # so its pieces need little padding
         optimizer.zero_grad()
-        stats = accumulate_gradient(loss_of, batch, config.micro_batch, completion_tokens)
+        stats = accumulate_gradient(loss_of, batch, config.micro_batch, count_tokens)
         stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
         schedule.step()
         run.end_step(stats)  # validates now and then, and keeps the best weights
 
-    figures = run.load_best()
-    run.finish(**figures)
-    print(f"validation loss {figures['val_loss']:.4f} nats/token")
+    best = run.load_best()  # and validates on all val_rows
+    run.finish(**best)
+    print(f"validation loss {best['val_loss']:.4f} nats/token")
 
 
 def validate(model, rows, size):
     """The loss, a mean over all tokens of the completions. size: rows in memory at once."""
-    return {"val_loss": completion_nll(model, rows, size).sum().item() / completion_tokens(rows)}
+    return {"val_loss": completion_nll(model, rows, size).sum().item() / count_tokens(rows)}
 
 
 if __name__ == "__main__":

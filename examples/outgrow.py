@@ -16,13 +16,13 @@ from plumbing.report import report
 from plumbing.run import Run, adam
 from plumbing.settings import read_flags, script
 from plumbing.text import pad_completions, read_prompts
-from train_ppo import StageConfig
+from train_ppo import PolicyTrainConfig
 from variations import grpo
 
 
 @script
 def main():
-    config = read_flags(__doc__, grpo.Settings, StageConfig, out="out/outgrow")
+    config = read_flags(__doc__, grpo.Settings, PolicyTrainConfig, out="out/outgrow")
     import trl
     from accelerate import PartialState
     from datasets import Dataset

@@ -19,7 +19,7 @@ from minippo import draw, evaluate_actions, gather_logprobs, generate, kl_per_re
 from minippo import row_lengths
 from plumbing.models import completion_nll, load_sft
 from plumbing.page import json_safe, write_page
-from plumbing.text import chunks, completion_tokens, encode_rows, pad_completions
+from plumbing.text import chunks, count_tokens, encode_rows, pad_completions
 from plumbing.text import read_prompts, texts_of
 
 PROMPTS, REFERENCE, SAMPLES = 128, 192, 16  # responses of the reference, of a policy, to a prompt
@@ -239,7 +239,7 @@ def stages_before(evaluator):
     rows, entropy = known_rows(evaluator, "sft", surprisals)
     if rows:
         excess = completion_nll(evaluator.ref, rows, config.micro_batch).cpu() - entropy
-        sft = estimate("above_entropy", excess * len(rows) / completion_tokens(rows))
+        sft = estimate("above_entropy", excess * len(rows) / count_tokens(rows))
     if config.reward:
         return sft, rm
     rows, margin = known_rows(evaluator, "pref", margins)

@@ -155,7 +155,7 @@ def pad_completions(rows, device="cpu"):
     return tokens, response_mask(prompt_lengths, lengths, tokens.shape[1])
 
 
-def completion_tokens(rows):
+def count_tokens(rows):
     """Rows of (prompt, completion) as ids -> how many tokens the completions have."""
     return sum(len(completion) for _, completion in rows)
 

@@ -30,11 +30,11 @@ from plumbing.report import report
 from plumbing.run import Run, adam
 from plumbing.settings import read_flags, script
 from plumbing.text import pad_completions, read_ids
-from train_ppo import StageConfig
+from train_ppo import PolicyTrainConfig
 
 
 @dataclass
-class Settings(StageConfig):
+class Settings(PolicyTrainConfig):
     batch_size: int = 128  # pairs per iteration
     minibatches: int = 4  # gradient steps per iteration
     micro_batch: int = 0  # pairs in memory at once; 0: all of them

@@ -4,7 +4,7 @@ For the --k responses to a prompt (DeepSeekMath, arXiv:2402.03300, section 4.1.2
 
     A_i  = (score_i - mean of the k scores) / their standard deviation     the same at every token
     loss = mean over responses of the mean over tokens of
-        -min(ratio A_i, clipped ratio A_i) + beta (q - 1 - log q),      q = ref / pi of the token
+        -min(ratio A_i, clipped ratio A_i) + beta k3,    k3 = exp(-d) - 1 + d, d = log pi - log ref
 
 What each part does to the expected step at ratio 1:
 
@@ -12,7 +12,7 @@ mean    includes response i: so only (k - 1) / k of the gradient of E[score].
 std     prompts whose scores hardly differ count as much as others. With k = 2, A is 0.71 or -0.71,
         and the step is 0.71 times the gradient of P(win) - P(lose) against another sample.
 tokens  count less in long responses.
-k3      q - 1 - log q as a loss has the gradient of KL(ref || pi); PPO's J has KL(pi || ref).
+k3      as a loss has the gradient of KL(ref || pi); PPO's J has KL(pi || ref).
 
 With --no_std --no_length it is nearly Dr. GRPO (arXiv:2503.20783, which divides by a constant).
 """
@@ -47,8 +47,8 @@ def loss(policy, batch, config):
     mask, old_logprobs = batch["mask"], batch["old_logprobs"]
     logprobs, _, _ = evaluate_actions(policy, batch["tokens"], mask, config.temperature)
     loss, stats = policy_loss(logprobs, old_logprobs, batch["advantages"], mask, config.clip_eps)
-    log_q = batch["ref_logprobs"] - logprobs
-    k3 = masked_mean(batch["weights"] * (bounded_exp(log_q) - 1 - log_q), mask)
+    d = logprobs - batch["ref_logprobs"]
+    k3 = masked_mean(batch["weights"] * (bounded_exp(-d) - 1 + d), mask)
     loss = loss + config.kl_coef * k3
     return loss, {"loss": loss.item(), **stats}
 
