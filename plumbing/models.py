@@ -174,7 +174,7 @@ def text_reward(function, tokenizer, config):
         returned = function(prompts, responses)
         try:
             scores = [float(x) for x in returned]
-        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: rows of a tensor
+        except (TypeError, ValueError, OverflowError):
             scores = []
         limits = f"{len(prompts)} numbers, none beyond {LARGEST_SCORE:,.0f}"
         wanted = f"--reward: should return a list of {limits}, not"

@@ -189,6 +189,9 @@ def test_the_report_holds_what_ruler_and_truth_say(tmp_path, monkeypatch, capsys
     evaluator.config.reward = "other:score"
     sft, rm = report.stages_before(evaluator)
     assert "above_entropy" in sft and rm == {}
+    sizes = [len(x) + len(y) for x, *ys in pairs for y in ys]
+    evaluator.ref.config.context = max(sizes) - 1  # one answer is cut: its grade is not known
+    assert report.known_rows(evaluator, "pref", margins) == ([], None)
     evaluator.judge = None  # other data: nothing is known of them, and they may be faulty
     (data / "sft_val.jsonl").write_text("{}")
     assert report.stages_before(evaluator) == ({}, {})

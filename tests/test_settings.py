@@ -35,7 +35,7 @@ variations/dpo.py --kl_coef 0 -> kl_coef (0.0)
 rm rm.pt; ppo -> rm.pt: not found; train_rm.py makes it
 echo damaged > rm.pt; ppo -> rm.pt: damaged, or not a checkpoint ... train_rm.py makes it
 ppo --adam_eps 0 -> --adam_eps 0.0: should be above 0
-ppo --policy DIR/ppo.pt -> ppo.pt: would be replaced; choose another --out
+ppo --policy DIR/data/../ppo.pt -> ppo.pt: would be replaced; choose another --out
 ppo --reward math -> math: ... should be module:function
 ppo --reward math:pi -> math:pi: ... not a function; should be module:function
 ppo --reward test_settings:few --separate_critic -> --separate_critic starts from the reward model
