@@ -303,9 +303,7 @@ def draw(logits):
     number u from the interval, and take the token whose piece contains u (*inverse transform
     sampling*). torch.multinomial does this in one call.
     """
-    ends = logits.softmax(-1).cumsum(
-        -1, dtype=torch.float64
-    )  # where pieces end; the last: 1, or nearly
+    ends = logits.softmax(-1).cumsum(-1, dtype=torch.float64)  # of the pieces; the last is about 1
     if ends[:, -1].isnan().any():
         raise FloatingPointError("the logits are not finite: no token can be drawn from them")
     u = torch.rand(len(ends), 1, dtype=torch.float64, device=ends.device) * ends[:, -1:]
@@ -689,8 +687,8 @@ def join_rollouts(pieces):
 
 @torch.no_grad()
 def rollout(policy, ref, score, prompts, config, generate=generate):
-    """Phases 1 and 2: sample responses to the prompts (lists of ids) -> a rollout. generate: or
-    another sampler."""
+    """Phases 1 and 2: sample responses to the prompts (lists of ids) -> a rollout. generate:
+    the sampler."""
     size = config.micro_batch
     if 0 < size < len(prompts):
         pieces = [prompts[i : i + size] for i in range(0, len(prompts), size)]
@@ -836,8 +834,10 @@ def trace(batch, row, spell):
     titles |= {"old_values": "value", "returns": "return", "advantages": "advantage"}
     titles |= {"logprobs": "log pi now"}
     columns = {"action": [spell(i) for i in x["tokens"][1:][x["mask"]].tolist()]}
-    titles = {name: title for name, title in titles.items() if name in x}
-    return columns | {title: x[name][x["mask"]].tolist() for name, title in titles.items()}
+    for name, title in titles.items():
+        if name in x:
+            columns[title] = x[name][x["mask"]].tolist()
+    return columns
 
 
 def table(columns):

@@ -81,12 +81,10 @@ def main():
     torch.manual_seed(config.seed)
     status, longest = 0, policy.config.context - 1
     for text in texts or (line.rstrip("\r\n") for line in sys.stdin):
-        try:
-            prompt = tokenizer.encode(text)
-            if not 0 < len(prompt) <= longest:
-                raise UserError(f"it has {len(prompt)} tokens, not 1 to {longest}")
-        except UserError as error:
-            print(f"sample.py: the prompt {text[:40]!r}: {error}", file=sys.stderr)
+        prompt = tokenizer.encode(text)
+        if not 0 < len(prompt) <= longest:
+            wrong = f"it has {len(prompt)} tokens, not 1 to {longest}"
+            print(f"sample.py: the prompt {text[:40]!r}: {wrong}", file=sys.stderr)
             status = 2  # at the end, after the other prompts
             continue
         print(printable(text[:400]))

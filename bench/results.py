@@ -197,12 +197,12 @@ def over_seeds(rows, columns=COLUMNS):
 
 def rows_of(table, folders, columns=FEW):
     """The last figure is a difference of optimality, on the same seed and models."""
-    rows, first = {}, None
+    rows, (first_name, *_) = {}, folders
+    first = [report(out)["policy"] for out in folders[first_name]]
     for name, outs in folders.items():
         figures = [report(out)["policy"] for out in outs]
-        first = first or figures
         rows[name] = {"flags": TABLES[table][name], **over_seeds(figures, columns)}
-        if figures != first and "pairs" not in name:
+        if name != first_name and "pairs" not in name:
             gain = [x["optimality"] - y["optimality"] for x, y in zip(figures, first)]
             rows[name]["minus the first row"] = mean_and_error(gain)
     return rows

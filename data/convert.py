@@ -31,7 +31,7 @@ from pathlib import Path
 from data.files import UserError, command, parse_lines, printable, read_text
 from data.rows import KEYS, SHARE, write_rows
 
-PLACES = ("prompt", "completion", "chosen", "rejected", "messages")
+ROW_KEYS = ("prompt", "completion", "chosen", "rejected", "messages")
 USES = [*KEYS.values(), ("messages",), ("chosen", "rejected")]
 NO_ANSWER = [{"role": "assistant", "content": ""}]
 
@@ -145,14 +145,14 @@ VAL = f"share of the prompts to hold out; 0: only the train file, 1: only the va
 FLAGS = {
     "file": {"metavar": "FILE", "type": Path},
     "--out": {"metavar": "FOLDER", "type": Path, "required": True},
-    **{f"--{key}": {"metavar": "KEY", "help": f"where a row has its {key}"} for key in PLACES},
+    **{f"--{key}": {"metavar": "KEY", "help": f"where a row has its {key}"} for key in ROW_KEYS},
     "--val": {"type": float, "default": SHARE, "help": VAL},
     "--overwrite": {"action": "store_true", "help": "replace files in FOLDER"},
 }
 
 
 def main(args):
-    keys = {key: getattr(args, key) for key in PLACES if getattr(args, key) is not None}
+    keys = {key: getattr(args, key) for key in ROW_KEYS if getattr(args, key) is not None}
     if tuple(keys) not in USES:
         raise UserError("these flags do not go together: -h shows which do")
     if not 0 <= args.val <= 1:

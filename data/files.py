@@ -58,12 +58,8 @@ def read_text(path):
         raise UserError(f"{path}, line {line}: not UTF-8 ({error.reason}); save the file as UTF-8")
 
 
-def read_jsonl(path):
-    """JSON lines -> {number of the line: object}, without blank lines; UserError names the line."""
-    return parse_lines(path, read_text(path))
-
-
 def parse_lines(path, text):
+    """JSON lines -> {number of the line: object}, without blank lines; UserError names the line."""
     rows = {}
     for number, line in enumerate(text.split("\n"), 1):
         try:
@@ -96,5 +92,7 @@ def command(doc, flags, main):
         parser.add_argument(flag, **options)
     try:
         main(parser.parse_args())
+    except KeyboardInterrupt:
+        parser.exit(130, f"{name}: stopped\n")
     except (UserError, OSError) as error:
         parser.exit(2, f"{name}: {printable(str(error), keep='')}\n")

@@ -11,7 +11,7 @@ answers serve, without prompts files the prompts of the pairs or of the demonstr
 import hashlib
 import json
 
-from data.files import UserError, read_jsonl, write_jsonl
+from data.files import UserError, parse_lines, read_text, write_jsonl
 
 KEYS = {
     "sft": ("prompt", "completion"),
@@ -44,7 +44,7 @@ def load_rows(path, task):
     UserError names a line in which a key is missing or not a string."""
     keys, rows = KEYS[task], []
     wanted = f"expected one JSON object per line with {', '.join(keys)} as strings"
-    for number, row in read_jsonl(path).items():
+    for number, row in parse_lines(path, read_text(path)).items():
         where = f"{path}, line {number}"
         for key in keys:
             value = row.get(key) if isinstance(row, dict) else None

@@ -41,14 +41,16 @@ def make_pairs(good, bad):
                 groups[tuple(words[:n])][side].append(words)
         free = ([], [])
         for chosen, rejected in groups.values():
-            chosen.sort(key=len), rejected.sort(key=len)
+            chosen.sort(key=len)
+            rejected.sort(key=len)
             paired = 0
             # Nothing follows an opening that is a whole snippet; the shortest comes first.
             if all(side and len(side[0]) > n for side in (chosen, rejected)):
                 paired = min(len(chosen), len(rejected))
             for a, b in zip(chosen[:paired], rejected[:paired]):
                 rows.append((*cut(a, n), cut(b, n)[1]))
-            free[0].extend(chosen[paired:]), free[1].extend(rejected[paired:])
+            free[0].extend(chosen[paired:])
+            free[1].extend(rejected[paired:])
     return rows
 
 

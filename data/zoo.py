@@ -4,8 +4,8 @@
 
 The crowd is one exact distribution: `crowd(prompt)` lists every text that it may answer, with its
 probability. All rows are drawn from it, so the limits that no model can beat are known
-(data/truth.py). The judge knows facts and manners. It labels the pairs and grades finished models;
-no training step calls it.
+(data/truth.py). The judge knows facts and manners. It labels the pairs, and grades answers for log
+and report; nothing that is trained sees these grades.
 """
 
 import math

@@ -27,9 +27,9 @@ from plumbing.text import chunks, read_prompts, texts_of
 
 @dataclass
 class IterateConfig:
-    data: str = "data/zoo"  # folder of the pairs so far and the prompts
-    models: str = "out"  # folder of sft.pt
-    out: str = "out/1"  # folder of ppo.pt; gets sft.pt and data/
+    data: Path = Path("data/zoo")  # folder of the pairs so far and the prompts
+    models: Path = Path("out")  # folder of sft.pt
+    out: Path = Path("out/1")  # folder of ppo.pt; gets sft.pt and data/
     label: str = "data.zoo:label"  # module:function, (rng, prompt, answer, answer) -> row of a pair
     pairs: int = 8000  # new pairs, less those of two equal answers
     device: str = "auto"  # auto, cpu or cuda
@@ -39,7 +39,7 @@ class IterateConfig:
 @script
 def main():
     config = read_flags(__doc__, IterateConfig, run=False)
-    data, out, config.models = Path(config.data), Path(config.out), Path(config.models)
+    data, out = config.data, config.out
     if (out / "data").exists():
         raise UserError(f"{out}/data: already exists; remove it to make it again")
     config.device = device_of(config)

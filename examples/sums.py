@@ -23,7 +23,7 @@ from plumbing.settings import read_flags, script
 
 @dataclass
 class SumsConfig:
-    out: str = "data/sums"  # a new folder for the files
+    out: Path = Path("data/sums")  # a new folder for the files
     seed: int = 0  # of all that is random
 
 
@@ -54,10 +54,10 @@ def make_rows(seed):
 @script
 def main():
     config = read_flags(__doc__, SumsConfig, run=False)
-    if Path(config.out).exists():
+    if config.out.exists():
         raise UserError(f"{config.out}: already exists; choose another --out, or remove it")
     for name, rows in make_rows(config.seed).items():
-        write_jsonl(Path(config.out) / f"{name}.jsonl", rows)
+        write_jsonl(config.out / f"{name}.jsonl", rows)
         print(f"{config.out}/{name}.jsonl: {len(rows):,} rows")
 
 

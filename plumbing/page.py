@@ -122,7 +122,7 @@ def json_safe(x, digits=17):
     """The same lists and dicts for JSON, which has no infinity and no NaN: None stands for them."""
     if isinstance(x, dict):
         return {name: json_safe(value, digits) for name, value in x.items()}
-    if isinstance(x, (list, tuple)):
+    if isinstance(x, list):
         return [json_safe(value, digits) for value in x]
     if isinstance(x, float):
         return float(f"{x:.{digits}g}") if math.isfinite(x) else None

@@ -22,7 +22,7 @@ from plumbing.page import json_safe, write_page
 from plumbing.text import chunks, count_tokens, encode_rows, pad_completions
 from plumbing.text import read_prompts, texts_of
 
-PROMPTS, REFERENCE, SAMPLES = 128, 192, 16  # responses of the reference, of a policy, to a prompt
+PROMPTS, REFERENCE_SAMPLES, POLICY_SAMPLES = 128, 192, 16  # samples to each of the prompts
 BEST_OF = 4, 16, 64
 COLUMNS = "judge", "score", "kl", "eos_rate", "response_length", "distinct"
 
@@ -113,7 +113,7 @@ def optimality(J, J_sft, J_best):
 
 
 def distinct(texts, n):
-    """texts: n answers to each of P prompts -> (P,): the share of different ones among the first 16."""
+    """texts: n answers to each of P prompts -> (P,): share of different ones, among the first 16."""
     size = min(n, 16)
     return torch.tensor([len({*texts[i : i + size]}) / size for i in range(0, len(texts), n)])
 
@@ -126,7 +126,7 @@ class Evaluator:
         self.prompts, self.config, self.judge = prompts, copy.copy(config), judge_of(config.data)
         self.config.micro_batch = 16 * config.micro_batch or 512  # without gradients, more fit
         self.questions = [tokenizer.decode(prompt) for prompt in prompts]
-        self.reference, self.reference_texts = self.sample(ref, REFERENCE)
+        self.reference, self.reference_texts = self.sample(ref, REFERENCE_SAMPLES)
 
     def sample(self, policy, n):
         """n responses to each prompt -> {name: (P, n) in float64}, and their texts in a list."""
@@ -176,7 +176,7 @@ class Evaluator:
         in M times) and twice the median.
         """
         score, kl = measured["score"], measured["kl"]
-        far = kl > max(math.log(REFERENCE), 2 * kl.median().item())
+        far = kl > max(math.log(REFERENCE_SAMPLES), 2 * kl.median().item())
         suspect = (far & (score > self.reference["score"].amax(1, keepdim=True))).flatten()
         rows = [i for i in score.flatten().argsort(descending=True).tolist() if suspect[i]]
         highest = {}
@@ -208,7 +208,7 @@ def make_report(run, score, trained_on, prompts):
     prompts = [prompts[i] for i in torch.randperm(len(prompts))[:PROMPTS]]
     evaluator = Evaluator(load_sft(run.config)[0], score, run.tokenizer, prompts, run.config)
     before = evaluator.reference, evaluator.reference_texts
-    after = evaluator.sample(run.model, SAMPLES)
+    after = evaluator.sample(run.model, POLICY_SAMPLES)
     sft, rm = stages_before(evaluator)
     report = {
         "sft": evaluator.figures(*before) | sft,
@@ -217,8 +217,8 @@ def make_report(run, score, trained_on, prompts):
         "policy": evaluator.figures(*after),
         "suspects": evaluator.suspects(*after),
         "samples": [
-            {"prompt": question, "sft": evaluator.answer(*before, i * REFERENCE)}
-            | {"policy": evaluator.answer(*after, i * SAMPLES)}
+            {"prompt": question, "sft": evaluator.answer(*before, i * REFERENCE_SAMPLES)}
+            | {"policy": evaluator.answer(*after, i * POLICY_SAMPLES)}
             for i, question in enumerate(evaluator.questions[:6])
         ],
     }
@@ -266,7 +266,7 @@ def known_rows(evaluator, task, truth):
     return [], None
 
 
-def number(row, name, digits=2):
+def cell(row, name, digits=2):
     """ "0.93 ± 0.01", or "0.93", or "-", as available."""
     error = f" ± {row[f'{name}_se']:.{digits}f}" if f"{name}_se" in row else ""
     return f"{row[name]:z.{digits}f}{error}" if name in row else "-"
@@ -278,7 +278,7 @@ def table(report):
     rows = {"SFT": report["sft"]}
     rows |= {f"best of {n}": row for n, row in report["best_of_n"].items()}
     rows |= {"policy": report["policy"], "policy, unseen": report.get("unseen")}
-    cells = {label: [number(row, x) for x in columns] for label, row in rows.items() if row}
+    cells = {label: [cell(row, x) for x in columns] for label, row in rows.items() if row}
     return {"": columns} | cells
 
 
@@ -294,10 +294,10 @@ def notes(report):
     """How far each stage ends from the best that is possible, and answers to be wary of."""
     for part, name, text in LIMITS:
         if name in (figures := report.get(part, {})):
-            yield text.format(number(figures, name, 4))
+            yield text.format(cell(figures, name, 4))
     suspects = report["suspects"]
     if suspects["count"]:
-        above = f"score above all {REFERENCE} of the SFT model, at a high KL"
+        above = f"score above all {REFERENCE_SAMPLES} of the SFT model, at a high KL"
         yield f"reward hacking? {suspects['count']:,} responses {above}:"
     for row in suspects["examples"]:
         prompt, text = (printable(row[x][:400]).strip() for x in ("prompt", "text"))

@@ -23,7 +23,7 @@ from plumbing.text import by_length, spread_over
 # besides, and what alters only rounding and random draws.
 MAY_CHANGE = "data out models policy device resume overwrite tensorboard no_report micro_batch"
 SAVE_SECONDS, SHOW_SECONDS = 30, 4  # between two saves; between two lines on the screen
-VALIDATIONS, VALIDATED = 10, 1000  # validations per run; rows per validation
+VALIDATIONS, VALIDATION_ROWS = 10, 1000  # validations per run; rows per validation
 
 
 def limit_steps(config, rows):
@@ -65,8 +65,8 @@ class Run:
         if getattr(config, "ref_update_every", 0):
             self.stateful["ref"] = ref
         self.judge = judge_of(config.data) if kind == "ppo" else None
-        data = hashlib.sha256(repr((data, tokenizer.tokens)).encode()).hexdigest()[:16]
-        self.fingerprints = {"data": data, **model_fingerprints(config)}
+        digest = hashlib.sha256(repr((data, tokenizer.tokens)).encode()).hexdigest()[:16]
+        self.fingerprints = {"data": digest, **model_fingerprints(config)}
         self.settings = {x: y for x, y in vars(config).items() if x not in MAY_CHANGE.split()}
         self.settings |= self.fingerprints
         self.state_path, self.log_path, self.path, self.best_path = (
@@ -178,7 +178,7 @@ class Run:
         as it was before the update."""
         self.step += 1
         if self.validate:
-            show, more = ["loss", "accuracy", "val_loss", "val_accuracy"], self.validated()
+            show, more = ["loss", "accuracy", "val_loss", "val_accuracy"], self.validate_if_due()
         else:
             show = ["score", "judge", "kl", "entropy", "eos_rate"]
             more = watch(self, stats, rollout)
@@ -213,12 +213,12 @@ class Run:
             if isinstance(x, int | float):
                 self.board.add_scalar(f"{self.kind}/{name}", x, line["step"])
 
-    def validated(self):
+    def validate_if_due(self):
         """The figures of a validation, if it is time for one. The best weights so far are kept."""
         step, count = self.step, self.config.steps
         if step * VALIDATIONS // count == (step - 1) * VALIDATIONS // count:
             return {}
-        rows = spread_over(self.val_rows, VALIDATED)
+        rows = spread_over(self.val_rows, VALIDATION_ROWS)
         figures = self.validate(self.model.eval(), rows, self.config.micro_batch)
         self.model.train()
         if figures["val_loss"] <= self.best_loss:

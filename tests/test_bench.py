@@ -13,7 +13,7 @@ from bench import critic, results, tables
 from cli import PPO, run, write_models
 from data.files import UserError, write_jsonl
 from minippo import turns_score
-from plumbing.report import REFERENCE, Evaluator
+from plumbing.report import REFERENCE_SAMPLES, Evaluator
 
 
 SHORT = "passes", "equals", "neighbours"
@@ -61,7 +61,7 @@ def test_the_best_policy_is_reference_times_exp_of_score(made, monkeypatch):
         weights = (reference["score"].double() / float(beta)).exp()
         weights /= weights.sum(1, keepdim=True)
         by_hand = {x: (weights * reference[x]).sum(1).mean().item() for x in ("judge", "score")}
-        by_hand["kl"] = (weights * (weights * REFERENCE).log()).sum(1).mean().item()
+        by_hand["kl"] = (weights * (weights * REFERENCE_SAMPLES).log()).sum(1).mean().item()
         assert row == pytest.approx(by_hand)
 
 

@@ -118,7 +118,7 @@ def test_figures_are_means_over_prompts(monkeypatch):
 
 
 def test_an_answer_far_off_with_a_high_score_is_suspect(monkeypatch):
-    monkeypatch.setattr(report, "REFERENCE", 8)  # log 8 = 2.08
+    monkeypatch.setattr(report, "REFERENCE_SAMPLES", 8)  # log 8 = 2.08
     evaluator = Evaluator.__new__(Evaluator)
     evaluator.questions = ["a?", "b?", "c?", "d?", "a?"]
     evaluator.reference = {"score": f64([[0, 2]] * 3 + [[0, 4.5], [0, 2]])}
@@ -132,8 +132,8 @@ def test_an_answer_far_off_with_a_high_score_is_suspect(monkeypatch):
 
 
 def test_the_report_holds_what_ruler_and_truth_say(tmp_path, monkeypatch, capsys):
-    assert (report.PROMPTS, report.SAMPLES) == (128, 16)
-    for name, n in (("PROMPTS", 7), ("REFERENCE", 64), ("SAMPLES", 2)):
+    assert (report.PROMPTS, report.POLICY_SAMPLES) == (128, 16)
+    for name, n in (("PROMPTS", 7), ("REFERENCE_SAMPLES", 64), ("POLICY_SAMPLES", 2)):
         monkeypatch.setattr(report, name, n)
     data, path = write_models(tmp_path) / "data", tmp_path / "report.json"
     config = SimpleNamespace(**vars(Settings(max_new_tokens=8)) | vars(LoopConfig()))

@@ -40,7 +40,7 @@ def test_lines_are_read_and_a_fault_is_named(tmp_path):
     files.write_jsonl(path, rows)
     assert path.read_bytes() == '{"a": "é\u2028\x85 \\n"}\n{"a": "\\ud83d"}\n{}\n'.encode()
     path.write_bytes(b"\xef\xbb\xbf\r\n \n" + path.read_bytes().replace(b"\n", b"\r\n"))
-    assert files.read_jsonl(path) == dict(zip((3, 4, 5), rows))
+    assert files.parse_lines(path, files.read_text(path)) == dict(zip((3, 4, 5), rows))
     for data, says in (
         (b"{}\n\xc3\xa9\n\xff\n", r"x, line 3: not UTF-8 \(.*\); save"),
         (b"{}\n{", r"x, line 2: not JSON \("),

@@ -4,6 +4,7 @@ PPO sees only what it samples, so what the policy would say elsewhere may change
 adds c * E[log pi(x)] to the objective J, a mean over the tokens of text x that is known to be good.
 In InstructGPT (arXiv:2203.02155, eq. 2), x comes from the pretraining data, so that other abilities
 are not lost. Here x is a demonstration of stage 1: a gradient step draws one per response.
+(--resume does not notice other demonstrations.)
 """
 
 import functools
