@@ -19,7 +19,7 @@ from plumbing.text import read_prompts
 
 
 @dataclass
-class PolicyTrainConfig:  # read by every script that trains a policy, variations/dpo.py too
+class TrainConfig:  # read by the loop below, whatever the algorithm
     steps: int = 450  # iterations, each with a new batch
     batch_size: int = 128  # responses per iteration
     lr: float = 8e-4  # peak learning rate, falling to 0; for a value head on the trunk, times 30
@@ -29,10 +29,6 @@ class PolicyTrainConfig:  # read by every script that trains a policy, variation
     policy: str = ""  # checkpoint to start from instead of sft.pt, which remains the reference
     reward: str = ""  # module:function to score responses instead of rm.pt; see docs/using.md
     no_report: bool = False  # end without measuring the result on the validation prompts
-
-
-@dataclass
-class LoopConfig(PolicyTrainConfig):  # read by the loop below, whatever the algorithm
     kl_target: float = 0.0  # adapt beta to hold the KL at this many nats; 0: beta is fixed
     ref_update_every: int = 0  # copy the policy into ref every so many iterations; 0: never
 
@@ -47,7 +43,7 @@ def train(
     settings=Settings, compute_advantages=compute_advantages, loss=ppo_loss, doc=__doc__, out="out"
 ):
     """Other algorithms pass their own settings, compute_advantages (-> a dict) and loss."""
-    config = read_flags(doc, settings, LoopConfig, out=out)
+    config = read_flags(doc, settings, TrainConfig, out=out)
     policy, ref, score, tokenizer = load_models(config)  # score(tokens, mask) -> (B,)
     prompts = read_prompts(config.data, "train", tokenizer, policy.config.context)
     optimizer, schedule = adam(policy, config)

@@ -15,7 +15,7 @@ from plumbing.report import report
 from plumbing.run import Run, adam
 from plumbing.settings import read_flags, script
 from plumbing.text import read_prompts
-from train_ppo import LoopConfig
+from train_ppo import TrainConfig
 
 
 def make_trainer(config, prompts, sampled=lambda: None, cap=math.inf):
@@ -64,7 +64,7 @@ def make_trainer(config, prompts, sampled=lambda: None, cap=math.inf):
 
 @script
 def main():
-    config = read_flags(__doc__, PPOConfig, LoopConfig, out="out/trl_ppo")
+    config = read_flags(__doc__, PPOConfig, TrainConfig, out="out/trl_ppo")
     policy, _, score, tokenizer = load_models(config)
     prompts = read_prompts(config.data, "train", tokenizer, policy.config.context)
     run = Run("ppo", config, policy, tokenizer, *adam(policy, config), data=prompts)

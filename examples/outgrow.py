@@ -16,13 +16,13 @@ from plumbing.report import report
 from plumbing.run import Run, adam
 from plumbing.settings import read_flags, script
 from plumbing.text import pad_completions, read_prompts
-from train_ppo import PolicyTrainConfig
+from train_ppo import TrainConfig
 from variations import grpo
 
 
 @script
 def main():
-    config = read_flags(__doc__, grpo.Settings, PolicyTrainConfig, out="out/outgrow")
+    config = read_flags(__doc__, grpo.Settings, TrainConfig, out="out/outgrow")
     import trl
     from accelerate import PartialState
     from datasets import Dataset
@@ -30,8 +30,9 @@ def main():
     process = PartialState(cpu=config.device == "cpu")
     config.device = str(process.device)  # each process has its own GPU
     B, M, processes = config.batch_size, config.minibatches, process.num_processes
-    if config.policy or config.micro_batch or config.resume:
-        raise UserError("--policy, --micro_batch and --resume do not work here: leave them out")
+    wrong = "policy", "micro_batch", "resume", "kl_target", "ref_update_every"
+    if any(getattr(config, name) for name in wrong):
+        raise UserError(f"{', '.join(wrong)} do not work here: leave them out")
     if B % config.k or B % (M * processes):
         hint = f"--k {config.k} and of --minibatches x processes, {M * processes}"
         raise UserError(f"--batch_size {B}: should be a multiple of {hint}")

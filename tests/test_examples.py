@@ -120,6 +120,8 @@ def test_trl_is_told_what_our_flags_mean(made, tmp_path, monkeypatch):
         ("--policy x", "leave them out"),
         ("--micro_batch 1", "leave them out"),
         ("--resume", "leave them out"),
+        ("--kl_target 5", "leave them out"),
+        ("--ref_update_every 5", "leave them out"),
         ("--batch_size 6", "--batch_size 6: should be a multiple of --k 4 "),
         ("--minibatches 16", " x processes, 16"),
     ):

@@ -21,7 +21,7 @@ from plumbing.models import completion_nll, load_checkpoint, load_models
 from plumbing.report import Evaluator, best_of_n, distinct, estimate, optimal_objective, optimality
 from plumbing.text import Tokenizer, encode_rows, read_prompts
 from tiny import EOS, assert_equal, f64, noise, stir, tiny_gpt
-from train_ppo import Settings, LoopConfig
+from train_ppo import Settings, TrainConfig
 from train_rm import pair_scores
 
 
@@ -136,7 +136,7 @@ def test_the_report_holds_what_ruler_and_truth_say(tmp_path, monkeypatch, capsys
     for name, n in (("PROMPTS", 7), ("REFERENCE_SAMPLES", 64), ("POLICY_SAMPLES", 2)):
         monkeypatch.setattr(report, name, n)
     data, path = write_models(tmp_path) / "data", tmp_path / "report.json"
-    config = SimpleNamespace(**vars(Settings(max_new_tokens=8)) | vars(LoopConfig()))
+    config = SimpleNamespace(**vars(Settings(max_new_tokens=8)) | vars(TrainConfig()))
     vars(config).update(data=data, models=tmp_path, out=tmp_path, device="cpu", seed=3)
     policy, _, score, tokenizer = load_models(config)
     run, pages = SimpleNamespace(config=config, model=stir(policy, 0.02), tokenizer=tokenizer), []

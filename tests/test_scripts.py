@@ -229,7 +229,7 @@ def test_sft_and_reward_model_are_trained_as_their_twins(tmp_path, monkeypatch):
 def test_ppo_trains_as_its_twin(made, tmp_path):
     flags = f"{PPO} --device cpu --data {made}/data --models {made} --out {tmp_path}"
     _, rows, ((trained, score, prompts),) = watched_run("train_ppo.py", flags)
-    agree(tmp_path, "ppo", plain_ppo(read(flags, train_ppo.Settings, train_ppo.LoopConfig)))
+    agree(tmp_path, "ppo", plain_ppo(read(flags, train_ppo.Settings, train_ppo.TrainConfig)))
     assert rows == {True: 3, False: 8}  # the first check takes up to 16 times 3
     assert prompts == read_prompts(made / "data", "train", trained.tokenizer, 48)
     assert score(torch.ones(2, 5).long(), torch.ones(2, 4).bool()).shape == (2,)
@@ -251,12 +251,12 @@ def test_so_do_a_critic_and_rloo(made, tmp_path, script, flags, stage, algorithm
     flags = flags.format(made=made)
     flags += f" --device cpu --data {made}/data --models {made} --out {tmp_path}"
     watched_run(script, flags)
-    twin = plain_ppo(read(flags, stage.Settings, train_ppo.LoopConfig), algorithm)
+    twin = plain_ppo(read(flags, stage.Settings, train_ppo.TrainConfig), algorithm)
     agree(tmp_path, "ppo", twin)
 
 
 def test_the_defaults_are_those_that_were_measured():
-    stages = RunConfig, train_sft.TrainConfig, train_rm.TrainConfig, train_ppo.LoopConfig
+    stages = RunConfig, train_sft.TrainConfig, train_rm.TrainConfig, train_ppo.TrainConfig
     assert [[*vars(stage()).values()] for stage in stages] == [
         [Path("data/zoo"), Path("out"), "auto", 0, False, False, False],
         [1024, 128, 4, 4, 96, False, 1300, 12, 64, 16, 0.003, 20, 1.0, ""],

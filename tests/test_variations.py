@@ -144,7 +144,7 @@ DEFAULTS = {  # of its own settings
     "reinforce": [False, False, 0.1],
     "ppo_penalty": [inf, 1.0],
     "ppo_ptx": [0.02],
-    "dpo": [128, 4, 0, 1.0, 0.1, False, 1.0, 48, 0.0, 1.0],
+    "dpo": [450, 128, 4, 0, 8e-4, 5, 1e-4, 1.0, 0.1, False, 1.0, 48, 0.0, 1.0, *[""] * 3, False],
 }
 
 

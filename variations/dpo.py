@@ -30,14 +30,17 @@ from plumbing.report import report
 from plumbing.run import Run, adam
 from plumbing.settings import read_flags, script
 from plumbing.text import pad_completions, read_ids
-from train_ppo import PolicyTrainConfig
 
 
 @dataclass
-class Settings(PolicyTrainConfig):
+class Settings:
+    steps: int = 450  # iterations
     batch_size: int = 128  # pairs per iteration
     minibatches: int = 4  # gradient steps per iteration
     micro_batch: int = 0  # pairs in memory at once; 0: all of them
+    lr: float = 8e-4  # peak learning rate, falling to 0
+    warmup: int = 5  # iterations in which the rate climbs to its peak; at most a tenth of all
+    adam_eps: float = 1e-4  # Adam's epsilon; weights with tiny, noisy gradients move less
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
     kl_coef: float = 0.1  # beta
     ipo: bool = False  # the loss of IPO instead
@@ -45,6 +48,10 @@ class Settings(PolicyTrainConfig):
     max_new_tokens: int = 48  # longest of the responses for the log, in tokens
     length_penalty: float = 0.0  # subtracted from their score for each token
     missing_eos_penalty: float = 1.0  # subtracted if one was cut off
+    models: str = ""  # folder of sft.pt and rm.pt; if empty, --out or else the folder above it
+    policy: str = ""  # checkpoint to start from instead of sft.pt, which remains the reference
+    reward: str = ""  # module:function to score responses instead of rm.pt; see docs/using.md
+    no_report: bool = False  # end without measuring the result on the validation prompts
 
     def __post_init__(self):
         if not (self.kl_coef > 0 and self.temperature > 0):
