@@ -47,7 +47,7 @@ def members(folder, device):
     model."""
     paths = sorted(folder.glob("ensemble/*/rm.pt"))
     members = [load_checkpoint(path, ["rm"], device) for path in paths]
-    if {figures["sft"] for *_, figures in members} != {fingerprint(folder / "sft.pt")}:
+    if {metadata["sft"] for *_, metadata in members} != {fingerprint(folder / "sft.pt")}:
         raise UserError(f"{folder}/ensemble/*/rm.pt: should be made from {folder}/sft.pt")
     print(f"{len(members)} reward models: {folder}/ensemble/*/rm.pt")
     return [model for model, *_ in members]

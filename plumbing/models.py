@@ -38,16 +38,16 @@ def read_contents(path, kinds, hint):
     return contents
 
 
-def save_checkpoint(path, kind, model, tokenizer, **figures):
+def save_checkpoint(path, kind, model, tokenizer, **metadata):
     """All that a model needs, in one file. kind: "sft" or "ppo" (a GPT), "rm" (a RewardModel).
-    figures: numbers of its validation, and "sft", the fingerprint of the SFT model behind it."""
+    metadata: numbers of its validation, and "sft", the fingerprint of the SFT model behind it."""
     vocabulary = [token.decode("latin-1") for token in tokenizer.tokens]
     contents = {"kind": kind, "config": asdict(model.config), "vocabulary": vocabulary}
-    write_contents(path, contents | {"model": model.state_dict(), "figures": figures})
+    write_contents(path, contents | {"model": model.state_dict(), "metadata": metadata})
 
 
 def load_checkpoint(path, kinds, device="cpu"):
-    """A checkpoint of one of `kinds` -> model in eval mode, tokenizer, figures saved with it."""
+    """A checkpoint of one of `kinds` -> model in eval mode, tokenizer, metadata saved with it."""
     stage = Path(path).stem if Path(path).stem in kinds else kinds[0]
     contents = read_contents(path, kinds, f"train_{stage}.py makes it")
     try:
@@ -58,11 +58,11 @@ def load_checkpoint(path, kinds, device="cpu"):
             model.value_trunk = Trunk(model.config)
         model.load_state_dict(contents["model"])
         tokenizer = Tokenizer([token.encode("latin-1") for token in contents["vocabulary"]])
-        figures = contents["figures"]
+        metadata = contents["metadata"]
     except Exception as error:  # the file may hold anything
         kind = type(error).__name__
         raise UserError(f"{path}: damaged, or made by another version ({kind}); make it again")
-    return model.to(device).eval(), tokenizer, figures
+    return model.to(device).eval(), tokenizer, metadata
 
 
 def fingerprint(path):
@@ -129,8 +129,8 @@ def load_models(config):
 
 def load_descendant(config, path, kinds):
     """A model that was made from the SFT model of --models, or is that one."""
-    model, _, figures = load_checkpoint(path, kinds, config.device)
-    if fingerprint(config.models / "sft.pt") not in (figures.get("sft"), fingerprint(path)):
+    model, _, metadata = load_checkpoint(path, kinds, config.device)
+    if fingerprint(config.models / "sft.pt") not in (metadata.get("sft"), fingerprint(path)):
         raise UserError(f"{path}: was not made from {config.models}/sft.pt; make it again")
     return model
 

@@ -47,7 +47,7 @@ def check_start(policy, ref, score, prompts, config):
         columns.append(gather_logprobs(logits, token))
         return token
 
-    prompts = prompts[: min(B, 16 * config.micro_batch or B)]  # without gradients, more fit
+    prompts = prompts[: min(B, 16 * config.micro_batch or B)]
     temperature = config.temperature
     tokens, mask, logprobs, _ = generate(
         policy, prompts, config.max_new_tokens, temperature, recorded_draw

@@ -132,7 +132,7 @@ class Run:
         """Yield the steps that are left. After Ctrl-C or SIGTERM the loop ends its step, saves and
         stops.
 
-        validate(model, rows, size) -> figures, "val_loss" among them, for some of val_rows, `size`
+        validate(model, rows, size) -> metrics, "val_loss" among them, for some of val_rows, `size`
         in memory at once: called ten times in a run, and the weights of the lowest loss are kept.
         """
         self.validate, self.val_rows = validate, by_length(val_rows)
@@ -214,33 +214,33 @@ class Run:
                 self.board.add_scalar(f"{self.kind}/{name}", x, line["step"])
 
     def validate_if_due(self):
-        """The figures of a validation, if it is time for one. The best weights so far are kept."""
+        """The metrics of a validation, if it is time for one. The best weights so far are kept."""
         step, count = self.step, self.config.steps
         if step * VALIDATIONS // count == (step - 1) * VALIDATIONS // count:
             return {}
         rows = spread_over(self.val_rows, VALIDATION_ROWS)
-        figures = self.validate(self.model.eval(), rows, self.config.micro_batch)
+        metrics = self.validate(self.model.eval(), rows, self.config.micro_batch)
         self.model.train()
-        if figures["val_loss"] <= self.best_loss:
-            self.best_loss = figures["val_loss"]
+        if metrics["val_loss"] <= self.best_loss:
+            self.best_loss = metrics["val_loss"]
             save_checkpoint(self.best_path, self.kind, self.model, self.tokenizer)
-        return figures
+        return metrics
 
     def load_best(self):
-        """The best weights into the model, which goes into eval mode -> its figures on all
+        """The best weights into the model, which goes into eval mode -> its metrics on all
         validation rows."""
         best = read_contents(self.best_path, [self.kind], "--overwrite starts over")
         self.model.load_state_dict(best["model"])
         return self.validate(self.model.eval(), self.val_rows, self.config.micro_batch)
 
-    def finish(self, **figures):
+    def finish(self, **metadata):
         """Write the model. From now on --resume has nothing to train."""
         if self.step == 0:  # trained by other code: log and traces can only be of an earlier run
             self.log_path.unlink(missing_ok=True)
             (self.config.out / "ppo_traces.jsonl").unlink(missing_ok=True)
         if "sft.pt" in self.fingerprints:
-            figures["sft"] = self.fingerprints["sft.pt"]
-        save_checkpoint(self.path, self.kind, self.model, self.tokenizer, **figures)
+            metadata["sft"] = self.fingerprints["sft.pt"]
+        save_checkpoint(self.path, self.kind, self.model, self.tokenizer, **metadata)
         self.done = True
         self.save()
         self.best_path.unlink(missing_ok=True)

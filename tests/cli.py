@@ -106,7 +106,7 @@ def write_models(folder):
     model = stir(RewardModel(sft), 0.1)
     model.mean.fill_(0.3), model.std.fill_(0.4)
     save_checkpoint(folder / "sft.pt", "sft", sft, tokenizer, val_loss=5.0)
-    figures = {"val_loss": 0.6, "val_accuracy": 0.7, "sft": fingerprint(folder / "sft.pt")}
-    save_checkpoint(folder / "rm.pt", "rm", model, tokenizer, **figures)
-    save_checkpoint(folder / "ppo.pt", "ppo", stir(sft, 0.1), tokenizer, sft=figures["sft"])
+    metadata = {"val_loss": 0.6, "val_accuracy": 0.7, "sft": fingerprint(folder / "sft.pt")}
+    save_checkpoint(folder / "rm.pt", "rm", model, tokenizer, **metadata)
+    save_checkpoint(folder / "ppo.pt", "ppo", stir(sft, 0.1), tokenizer, sft=metadata["sft"])
     return folder

@@ -51,10 +51,10 @@ def test_an_ensemble_gives_the_mean_or_the_minimum(made, tmp_path, capsys):
     folder = shutil.copytree(made, tmp_path / "models")
     config, expected = SimpleNamespace(models=folder), []
     ids, mask, *_ = generate(load_checkpoint(made / "sft.pt", ["sft"])[0], [[1, 2], [3, 4]] * 4, 8)
-    model, tokenizer, figures = load_checkpoint(made / "rm.pt", ["rm"])
+    model, tokenizer, metadata = load_checkpoint(made / "rm.pt", ["rm"])
     for i in (1, 2, 10):
         stir(model, 0.1)
-        save_checkpoint(folder / f"ensemble/{i}/rm.pt", "rm", model, tokenizer, **figures)
+        save_checkpoint(folder / f"ensemble/{i}/rm.pt", "rm", model, tokenizer, **metadata)
         expected.append(model(ids, row_lengths(mask)).detach())
     expected = torch.stack(expected)
     assert len({*expected.argmin(0).tolist()}) > 1

@@ -27,8 +27,8 @@ def test_a_checkpoint_brings_back_all_of_a_model(tmp_path):
     path = tmp_path / "x.pt"
     for kind, model in models.items():
         save_checkpoint(path, kind, stir(model.train()), BYTES, val_loss=1.25)
-        loaded, tokenizer, figures = load_checkpoint(path, ["sft", "ppo", "rm"])
-        assert tokenizer.tokens == BYTES.tokens and figures == {"val_loss": 1.25}
+        loaded, tokenizer, metadata = load_checkpoint(path, ["sft", "ppo", "rm"])
+        assert tokenizer.tokens == BYTES.tokens and metadata == {"val_loss": 1.25}
         assert loaded.config == model.config and not loaded.training
         old, new = model.state_dict(), loaded.state_dict()
         assert old.keys() == new.keys() and all(torch.equal(old[x], new[x]) for x in old)

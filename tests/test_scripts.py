@@ -174,7 +174,7 @@ def plain_ppo(it, algorithm=minippo):  # it: the settings
 def agree(folder, kind, twin):
     """Do the log and the model's file hold what the twin computes?"""
     contents = torch.load(folder / f"{kind}.pt")
-    rows = [*metrics(folder / f"{kind}.jsonl"), contents["model"] | contents["figures"]]
+    rows = [*metrics(folder / f"{kind}.jsonl"), contents["model"] | contents["metadata"]]
     for row, plain in zip(rows, twin, strict=True):
         assert row.pop("sft", "") == plain.pop("sft", "")
         row, plain = ({x: torch.as_tensor(y).double() for x, y in z.items()} for z in (row, plain))
@@ -215,7 +215,7 @@ def test_sft_and_reward_model_are_trained_as_their_twins(tmp_path, monkeypatch):
         assert rows == most
         note = "23 steps, not 99: --epochs 9 of 20 rows"
         assert re.findall(".*steps, not.*", printed) == [note] * (kind == "sft")
-        figures = torch.load(tmp_path / f"{kind}.pt")["figures"]
+        figures = torch.load(tmp_path / f"{kind}.pt")["metadata"]
         *_, saved, result = printed.splitlines()
         assert saved == f"saved {tmp_path}/{kind}.pt"
         if kind == "sft":
