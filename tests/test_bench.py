@@ -102,7 +102,7 @@ def test_figures_by_hand(tmp_path, monkeypatch):
         return tmp_path / f"{x}"
 
     assert [tables.mean_and_error(x) for x in ([1, 3], [5])] == [[2, 1], [5, None]]
-    assert results.jumps([1.0] * 60 + [9.0] * 40 + [1.9, 2.1, 1.0, 2.1]) == 2
+    assert results.jumps([1.0] * 60 + [9.0] * 40 + [1.9, 2.1, 1.0, 2.1, 1.0]) == 2
 
     monkeypatch.setattr(results, "optima", lambda x: {"0.1": {"kl": x}, "0.2": {}})
     found = results.seeds({"default": [folder(0), folder(2)]})

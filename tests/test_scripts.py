@@ -33,7 +33,7 @@ from variations import rloo
 # pieces. Out come the lines of the log, then the contents of the model's file. In the first three
 # no setting has its default.
 
-SFT = """--steps 99 --epochs 9 --batch_size 8 --micro_batch 3 --lr 0.05 --warmup 2 --max_grad_norm 0.5
+SFT = """--steps 99 --epochs 9 --batch_size 8 --micro_batch 3 --lr 0.05 --warmup 5 --max_grad_norm 0.5
     --seed 3 --layers 1 --heads 2 --channels 16 --context 44 --vocab_size 290"""
 RM = """--steps 21 --epochs 9 --batch_size 6 --micro_batch 2 --lr 0.03 --warmup 2 --max_grad_norm 0.7
     --seed 4 --max_new_tokens 6"""
@@ -114,7 +114,7 @@ def plain_fit(kind, it):  # it: the settings
     optimizer = plain_adam((model.parameters(), it.lr))
     steps, lowest = min(it.steps, math.ceil(it.epochs * len(rows) / it.batch_size)), math.inf
     for step in range(steps):
-        lr = set_plain_lr(optimizer, step, steps, it.warmup)
+        lr = set_plain_lr(optimizer, step, steps, min(it.warmup, steps // 10))
         optimizer.zero_grad()
         loss, row, _ = plain_loss(kind, model, plain_batch(rows, step, it.batch_size, it.seed))
         loss.backward()
