@@ -13,8 +13,9 @@ answers or completions), PPO maximises
 The *policy* pi is the language model, seen as a rule for choosing the next token. The *reference*
 ref is the frozen SFT model. KL(pi || ref), the Kullback-Leibler divergence, is the mean of
 log pi(y | x) - log ref(y | x) over responses y of pi: how far the policy has moved, in nats (the
-unit of natural logarithms). Without y, log pi is that of one token. Beta (kl_coef in the code) is
-the penalty per nat. E is the mean over prompts and responses of pi. PPO repeats four phases:
+unit of natural logarithms). Where no y is written, log pi is that of one token. Beta (kl_coef in
+the code) is the penalty per nat. E is the mean over prompts and responses of pi. PPO repeats four
+phases:
 
     prompts --> 1. policy --> responses, log pi, values -----------------+
                      ^            |                                      |

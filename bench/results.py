@@ -197,7 +197,7 @@ def over_seeds(rows, columns=COLUMNS):
 
 def rows_of(table, folders, columns=FEW):
     """The last figure is a difference of optimality, on the same seed and models."""
-    rows, (first_name, *_) = {}, folders
+    rows, first_name = {}, next(iter(folders))
     first = [report(out)["policy"] for out in folders[first_name]]
     for name, outs in folders.items():
         figures = [report(out)["policy"] for out in outs]

@@ -13,10 +13,10 @@ A flag names a key of the objects, or a column. "input" and "label" may change w
 a file in which they are not empty is refused.
 
 A chat is a list of messages {"role": ..., "content": ...}. The last one, by the assistant, is the
-answer, and those before are the prompt, "User: ...\\nAssistant:". (If prompts are lists of messages,
-so are the answers.) Or it is a transcript, one string
-"\\n\\nHuman: ...\\n\\nAssistant: ...": the prompt ends with the last "\\n\\nAssistant:". An answer
-gets a leading space where neither the prompt ends nor the answer begins with white space.
+answer, and those before are the prompt, "User: ...\\nAssistant:". If a prompt is such a list, so are
+its answers. Or a chat is a transcript, one string "\\n\\nHuman: ...\\n\\nAssistant: ...": the prompt
+ends with the last "\\n\\nAssistant:". An answer gets a leading space where neither the prompt ends
+nor the answer begins with white space.
 
 Rows from which nothing can be learned are skipped and counted. Any other fault ends the run before
 anything is written. A share of the prompts, chosen by a hash, is held out with all their rows.

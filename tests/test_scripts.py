@@ -201,10 +201,8 @@ def watched_run(script, flags):
 
 def test_sft_and_reward_model_are_trained_as_their_twins(tmp_path, monkeypatch):
     write_data(tmp_path / "data")
-    (
-        monkeypatch.setattr(run_module, "VALIDATION_ROWS", 3),
-        monkeypatch.setattr(models, "ANSWERS", 64),
-    )
+    monkeypatch.setattr(run_module, "VALIDATION_ROWS", 3)
+    monkeypatch.setattr(models, "ANSWERS", 64)
     for kind, flags, stage, most in (
         ("sft", SFT, train_sft, {True: 3, False: 3}),
         ("rm", RM, train_rm, {True: 2 * 2, False: 16 * 2}),
