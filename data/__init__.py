@@ -1,1 +1,1 @@
-"""The default data and what is known of its truth, the row format, converters, files."""
+"""The default data and its judge, the row format, converters, files."""

@@ -4,7 +4,7 @@
 
 The crowd is one exact distribution: `crowd(prompt)` lists every text that it may answer, with its
 probability. All rows are drawn from it, so the limits that no model can beat are known
-(data/truth.py). The judge knows facts and manners. It labels the pairs, and grades answers for log
+(data/README.md). The judge knows facts and manners. It labels the pairs, and grades answers for log
 and report; nothing that is trained sees these grades.
 """
 
@@ -18,6 +18,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from data.files import UserError, command, write_jsonl
+from data.rows import load_rows
 
 # ----------------------------------------------------------------------
 # The world: 20 animals, 5 things to know about each, 5 ways to ask. The right value of each column
@@ -309,6 +310,16 @@ def judge(prompt, response):
     # Courtesy does not make up for a fault.
     courtesy = 1.0 if count["courtesy"] == 1 and not faults else 0.0
     return max(WORST, content + courtesy - faults)
+
+
+def judge_of(folder):
+    """The judge, if all prompts of the folder are the zoo's; else None."""
+    try:
+        files = [folder / f"prompts_{split}.jsonl" for split in ("train", "val")]
+        zoo = all(prompt in PROMPTS for path in files for (prompt,) in load_rows(path, "prompts"))
+    except UserError:  # a file is missing or faulty: these are other data
+        return None
+    return judge if zoo else None
 
 
 # ----------------------------------------------------------------------

@@ -13,13 +13,11 @@ import math
 import torch
 
 from data.files import UserError, printable, write_file
-from data.rows import load_rows
-from data.truth import judge_of, margins, surprisals
+from data.zoo import judge_of
 from minippo import draw, evaluate_actions, gather_logprobs, generate, kl_per_response, rollout
 from minippo import row_lengths
-from plumbing.models import completion_nll, load_sft
+from plumbing.models import load_sft
 from plumbing.page import json_safe, write_page
-from plumbing.text import chunks, count_tokens, encode_rows, pad_completions
 from plumbing.text import read_prompts, texts_of
 
 PROMPTS, REFERENCE_SAMPLES, POLICY_SAMPLES = 128, 192, 16  # samples to each of the prompts
@@ -209,10 +207,8 @@ def make_report(run, score, trained_on, prompts):
     evaluator = Evaluator(load_sft(run.config)[0], score, run.tokenizer, prompts, run.config)
     before = evaluator.reference, evaluator.reference_texts
     after = evaluator.sample(run.model, POLICY_SAMPLES)
-    sft, rm = stages_before(evaluator)
     report = {
-        "sft": evaluator.figures(*before) | sft,
-        "rm": rm,
+        "sft": evaluator.figures(*before),
         "best_of_n": {str(n): evaluator.best_of(n) for n in BEST_OF},
         "policy": evaluator.figures(*after),
         "suspects": evaluator.suspects(*after),
@@ -227,43 +223,6 @@ def make_report(run, score, trained_on, prompts):
         for kind, rows in (("seen", seen), ("unseen", ~seen)):
             report[kind] = evaluator.figures(*after, rows)
     return report | {"table": table(report), "notes": list(notes(report))}
-
-
-@torch.no_grad()
-def stages_before(evaluator):
-    """How far the SFT model and the reward model (if one gave the scores) are from the best that is
-    possible, where the truth is known: row by row, so that luck cancels out."""
-    config, sft, rm = evaluator.config, {}, {}
-    if not evaluator.judge:
-        return sft, rm
-    rows, entropy = known_rows(evaluator, "sft", surprisals)
-    if rows:
-        excess = completion_nll(evaluator.ref, rows, config.micro_batch).cpu() - entropy
-        sft = estimate("above_entropy", excess * len(rows) / count_tokens(rows))
-    if config.reward:
-        return sft, rm
-    rows, margin = known_rows(evaluator, "pref", margins)
-    if rows:
-        answers = [(prompt, answer) for prompt, *pair in rows for answer in pair]
-        parts = chunks(answers, config.micro_batch)
-        scores = [evaluator.score(*pad_completions(x, config.device)).cpu() for x in parts]
-        chosen, rejected = torch.cat(scores).view(-1, 2).unbind(1)
-        more = margin.sign() - (chosen - rejected).sign()  # a tie is half right
-        rm = estimate("below_ceiling", more / 2)
-    return sft, rm
-
-
-def known_rows(evaluator, task, truth):
-    """The validation rows of a task as ids, and what truth(rows) says of each; none unless it knows
-    all, and all fit into the context."""
-    path, eos = evaluator.config.data / f"{task}_val.jsonl", evaluator.tokenizer.eos
-    rows = load_rows(path, task) if path.exists() else []
-    if numbers := truth(rows):
-        encoded = encode_rows(rows, evaluator.tokenizer, evaluator.ref.config.context)
-        whole = [row for row in encoded if all(ids[-1] == eos for ids in row[1:])]
-        if len(whole) == len(rows):
-            return encoded, torch.tensor(numbers)
-    return [], None
 
 
 def cell(row, name, digits=2):
@@ -282,19 +241,13 @@ def table(report):
     return {"": columns} | cells
 
 
-LIMITS = [
-    ("sft", "above_entropy", "SFT: {} nats/token above the entropy of the validation rows"),
-    ("rm", "below_ceiling", "reward model: accuracy {} below the judge's, with capped scores"),
-    ("policy", "optimality", "optimality {}: 0 is the SFT model, 1 about the best possible policy"),
-    ("unseen", "optimality", "    {} on prompts that it was not trained on"),
-]
-
-
 def notes(report):
-    """How far each stage ends from the best that is possible, and answers to be wary of."""
-    for part, name, text in LIMITS:
-        if name in (figures := report.get(part, {})):
-            yield text.format(cell(figures, name, 4))
+    """How near the best possible policy is, and answers to be wary of."""
+    scale = "0 is the SFT model, 1 about the best possible policy"
+    if "optimality" in report["policy"]:
+        yield f"optimality {cell(report['policy'], 'optimality', 4)}: {scale}"
+    if "optimality" in report.get("unseen", {}):
+        yield f"    {cell(report['unseen'], 'optimality', 4)} on prompts that it was not trained on"
     suspects = report["suspects"]
     if suspects["count"]:
         above = f"score above all {REFERENCE_SAMPLES} of the SFT model, at a high KL"

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from data.files import UserError, read_log, write_jsonl
-from data.truth import judge_of
+from data.zoo import judge_of
 from minippo import frozen_copy
 from plumbing.models import model_fingerprints, read_contents, save_checkpoint, write_contents
 from plumbing.page import json_safe, traced, watch, write_page

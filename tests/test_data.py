@@ -1,7 +1,6 @@
-"""The default data set, its judge, and what is known of its truth: data/zoo.py, data/truth.py."""
+"""The default data set and its judge, data/zoo.py."""
 
 import hashlib
-import math
 import random
 import re
 import sys
@@ -10,10 +9,10 @@ from collections import Counter, defaultdict
 import pytest
 
 from cli import ROOT, run, write_rows
-from data import truth, zoo
+from data import zoo
 from data.files import UserError, command, write_jsonl
 from data.rows import load_rows
-from data.zoo import FACTS, PROMPTS, WORST, crowd, judge, statements
+from data.zoo import FACTS, PROMPTS, WORST, crowd, judge, judge_of, statements
 
 BEE = "What does a bee eat?"
 README = (ROOT / "data" / "README.md").read_text(encoding="utf-8")
@@ -93,18 +92,12 @@ def test_the_judge_grades_the_readmes_examples_and_any_text():
     assert {judge(BEE, text) for text in odd} == {WORST}
 
 
-def test_nothing_is_known_of_other_rows(tmp_path):
-    assert truth.margins([(BEE, " No idea.", " Bees eat nectar.")]) == [-2.5]
-    assert truth.margins([("Hi", "a", "b")]) is None
-    answers = crowd(BEE)
-    surprisals = [-math.log(p) for p in answers.values()]
-    assert truth.surprisals([(BEE, answer) for answer in answers]) == surprisals
-    assert truth.surprisals([("Hi", " No idea.")]) is truth.surprisals([(BEE, " Hi")]) is None
+def test_the_judge_knows_its_own_prompts_only(tmp_path):
     for ask in (crowd, lambda prompt: judge(prompt, " No idea.")):
         with pytest.raises(ValueError, match="not a question .*: 'what does a'"):
             ask("what does a")
-    assert truth.judge_of(tmp_path) is None
+    assert judge_of(tmp_path) is None
     bee, both = [(BEE,)], [(BEE,), ("Hi",)]
     for train, val, known in (bee, bee, judge), (bee, both, None), (both, bee, None):
         write_rows(tmp_path, prompts_train=train, prompts_val=val)
-        assert truth.judge_of(tmp_path) is known
+        assert judge_of(tmp_path) is known

@@ -13,16 +13,13 @@ import torch
 import minippo
 from cli import write_models
 from data.files import UserError, read_log
-from data.rows import load_rows
-from data.truth import margins, surprisals
 from minippo import PPOConfig, frozen_copy
 from plumbing import page, report
 from plumbing.models import completion_nll, load_checkpoint, load_models
 from plumbing.report import Evaluator, best_of_n, distinct, estimate, optimal_objective, optimality
-from plumbing.text import Tokenizer, encode_rows, read_prompts
+from plumbing.text import Tokenizer, read_prompts
 from tiny import EOS, assert_equal, f64, noise, stir, tiny_gpt
 from train_ppo import Settings, TrainConfig
-from train_rm import pair_scores
 
 
 def test_the_optimal_objective_is_that_of_the_optimum():
@@ -160,16 +157,9 @@ def test_the_report_holds_what_ruler_and_truth_say(tmp_path, monkeypatch, capsys
     ref = load_checkpoint(tmp_path / "sft.pt", ["sft"])[0]
     evaluator = Evaluator(ref, score, tokenizer, prompts, config)
     before, after = (evaluator.reference, evaluator.reference_texts), evaluator.sample(run.model, 2)
-    sft, pref = (load_rows(data / f"{x}_val.jsonl", x) for x in ("sft", "pref"))
-    rows, pairs = (encode_rows(x, tokenizer, 48) for x in (sft, pref))
-    excess = completion_nll(ref, rows, 64) - f64(surprisals(sft))
-    excess *= 10 / sum(len(x) for _, x in rows)  # in nats per token
-    a, b = pair_scores(load_checkpoint(tmp_path / "rm.pt", ["rm"])[0], pairs)
-    more = (f64(margins(pref)).sign() - (a - b).sign()) / 2
     new = torch.tensor([x not in train for x in prompts])
     figures = {
-        "sft": evaluator.figures(*before) | estimate("above_entropy", excess),
-        "rm": estimate("below_ceiling", more),
+        "sft": evaluator.figures(*before),
         "policy": evaluator.figures(*after),
         "unseen": evaluator.figures(*after, new),
         "seen": evaluator.figures(*after, ~new),
@@ -186,31 +176,18 @@ def test_the_report_holds_what_ruler_and_truth_say(tmp_path, monkeypatch, capsys
     assert not path.exists() and pages[1] is None
     everything = report.make_report(run, score, val, val)  # all prompts were trained on
     assert not {"seen", "unseen"} & everything.keys()
-    evaluator.config.reward = "other:score"
-    sft, rm = report.stages_before(evaluator)
-    assert "above_entropy" in sft and rm == {}
-    sizes = [len(x) + len(y) for x, *ys in pairs for y in ys]
-    evaluator.ref.config.context = max(sizes) - 1  # one answer is cut: its grade is not known
-    assert report.known_rows(evaluator, "pref", margins) == ([], None)
-    evaluator.judge = None  # other data: nothing is known of them, and they may be faulty
-    (data / "sft_val.jsonl").write_text("{}")
-    assert report.stages_before(evaluator) == ({}, {})
-    ref.config.context = 30  # a row does not fit whole
-    assert report.stages_before(evaluator)[0] == {}
-    (data / "sft_val.jsonl").unlink()
-    assert report.stages_before(evaluator)[0] == {}
 
 
 def test_table_and_notes_show_figures_and_safe_text():
     bad = {"prompt": "Why\x1b?", "text": " So\x1b." + 9999 * "x", "score": 3.456, "kl": 13.2}
-    parts = {"sft": {"score": -0.001, "above_entropy": 0.1}, "best_of_n": {"4": {"kl": 0}}}
+    parts = {"sft": {"score": -0.001}, "best_of_n": {"4": {"kl": 0}}}
     parts |= {"policy": {"score": 1.47, "score_se": 0.126, "optimality": 0.5}}
-    parts |= {"unseen": {"optimality": 0.4}, "rm": {"below_ceiling": 0.2, "below_ceiling_se": 0.1}}
+    parts |= {"unseen": {"optimality": 0.4, "optimality_se": 0.1}}
     rows = {"": ["score"], "SFT": ["0.00"], "best of 4": ["-"], "policy": ["1.47 ± 0.13"]}
     assert report.table(parts) == rows | {"policy, unseen": ["-"]}
     parts |= {"suspects": {"count": 1234, "examples": [bad]}}
     *limits, count, line = report.notes(parts)
-    says = "SFT: 0.1000", "accuracy 0.2000 ± 0.1000", "optimality 0.5000", "0.4000 on prompts"
+    says = "optimality 0.5000:", "0.4000 ± 0.1000 on prompts"
     assert all(x in limit for x, limit in zip(says, limits, strict=True))
     assert " 1,234 responses score above all 192" in count
     assert line == f"    Why\\x1b? -> So\\x1b.{395 * 'x'}   (score 3.46, KL 13.20)"
