@@ -38,7 +38,7 @@ REWARD = "--reward examples.sums:score"
 STAGES = {  # what makes the models that a policy starts from
     "zoo": ["train_sft.py", "train_rm.py"],
     "few pairs": ["train_sft.py", "train_rm.py --steps 312"],  # a quarter of them, once
-    "sums": ["train_sft.py --vocab_size 270 --context 32 --steps 1500"],
+    "sums": ["train_sft.py --vocab_size 270 --steps 1500 --lr 1e-3"],
 }
 MEASURE = dict.fromkeys(STAGES, "train_ppo.py --lr 0 --steps 1")  # it ends with the report
 MEASURE["sums"] += f" {REWARD} --missing_eos_penalty 0"  # so the score is the share of right sums

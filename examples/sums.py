@@ -1,7 +1,7 @@
 """Your own reward, one that cannot be gamed: is the sum right?
 
     python -m examples.sums
-    python train_sft.py --data data/sums --out out/sums --vocab_size 270 --context 32 --steps 1500
+    python train_sft.py --data data/sums --out out/sums --vocab_size 270 --steps 1500 --lr 1e-3
     python train_ppo.py --data data/sums --out out/sums --reward examples.sums:score
     python sample.py out/sums/ppo.pt "36 + 31 ="
 
