@@ -14,7 +14,7 @@ from minippo import RewardModel, accumulate_gradient, gradient_step, reward_mode
 from plumbing.models import load_sft, set_score_scale
 from plumbing.run import Run, adam, limit_steps
 from plumbing.settings import read_flags, script
-from plumbing.text import by_length, chunks, pad, read_ids, read_prompts
+from plumbing.text import chunks, pad, read_ids, read_prompts, similar_batches
 
 
 @dataclass
@@ -45,6 +45,7 @@ def train():
     prompts = read_prompts(config.data, "train", tokenizer, sft.config.context)  # for the scale
     model = RewardModel(sft).to(config.device)
     limit_steps(config, len(pairs))  # at most config.epochs passes over the pairs
+    batches = similar_batches(pairs, config.batch_size, config.seed)  # of similar length
     optimizer, schedule = adam(model, config)
     run = Run("rm", config, model, tokenizer, optimizer, schedule, data=(pairs, val_pairs, prompts))
 
@@ -53,7 +54,7 @@ def train():
         return loss, {"loss": loss.item(), **stats}
 
     for _ in run.steps(validate=validate, val_rows=val_pairs):
-        batch = by_length(run.batch(pairs, config.batch_size))
+        (batch,) = run.batch(batches, 1)
         optimizer.zero_grad()
         stats = accumulate_gradient(loss_of, batch, config.micro_batch, len)
         stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
@@ -68,7 +69,6 @@ def train():
     print(f"{100 * accuracy:.1f} % ± {100 * error:.1f} of the validation pairs right")
 
 
-@torch.no_grad()
 def validate(model, pairs, size):
     """The loss and the accuracy. size: pairs in memory at once."""
     scores = torch.cat([torch.stack(pair_scores(model, x)) for x in chunks(pairs, size)], 1)

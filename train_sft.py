@@ -13,10 +13,10 @@ from pathlib import Path
 from data.rows import read_rows
 from data.zoo import write_data
 from minippo import GPTConfig, accumulate_gradient, evaluate_actions, gradient_step, masked_mean
-from plumbing.models import completion_nll, new_model
+from plumbing.models import new_model
 from plumbing.run import Run, adam, limit_steps
 from plumbing.settings import read_flags, script
-from plumbing.text import by_length, count_tokens, encode_rows, pad_completions, read_ids
+from plumbing.text import by_length, chunks, count_tokens, encode_rows, pad_completions
 
 
 @dataclass
@@ -48,7 +48,7 @@ def train():
     texts = read_rows(config.data, "sft", "train")
     model, tokenizer = new_model(config, texts)  # learns a vocabulary from the texts
     rows = encode_rows(texts, tokenizer, model.config.context)  # ids, with end tokens
-    val_rows = read_ids(config.data, "sft", "val", tokenizer, model.config.context)
+    val_rows = encode_rows(read_rows(config.data, "sft", "val"), tokenizer, model.config.context)
     limit_steps(config, len(rows))  # at most config.epochs passes over the rows
     optimizer, schedule = adam(model, config)
     # Run: the batches, the validations, the log, and the saved state; data: --resume needs the same
@@ -72,7 +72,8 @@ def train():
 
 def validate(model, rows, size):
     """The loss, a mean over all tokens of the completions. size: rows in memory at once."""
-    return {"val_loss": completion_nll(model, rows, size).sum().item() / count_tokens(rows)}
+    nats = [sft_loss(model, x)[0].item() * count_tokens(x) for x in chunks(rows, size)]
+    return {"val_loss": sum(nats) / count_tokens(rows)}
 
 
 if __name__ == "__main__":

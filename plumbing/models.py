@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from data.files import UserError, write_file
-from minippo import GPT, GPTConfig, RewardModel, Trunk, evaluate_actions, frozen_copy, generate
+from minippo import GPT, GPTConfig, RewardModel, Trunk, frozen_copy, generate
 from minippo import row_lengths
-from plumbing.text import Tokenizer, chunks, pad_completions, spread_over, texts_of
+from plumbing.text import Tokenizer, chunks, spread_over, texts_of
 
 ANSWERS = 2048  # of the SFT model, that set the scale of the scores
 LARGEST_SCORE = 1e6  # with far larger ones the loss is NaN
@@ -186,17 +186,6 @@ def text_reward(function, tokenizer, config):
         return torch.tensor(scores, device=tokens.device)
 
     return score
-
-
-@torch.no_grad()
-def completion_nll(model, rows, size):
-    """(prompt, completion) as ids -> -log pi of each whole completion: (rows,). size: rows in
-    memory at once."""
-    nats = []
-    for part in chunks(rows, size):
-        tokens, mask = pad_completions(part, model.lm_head.weight.device)
-        nats.append(-evaluate_actions(model, tokens, mask)[0].sum(1))
-    return torch.cat(nats)
 
 
 @torch.no_grad()

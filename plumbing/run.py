@@ -213,6 +213,7 @@ class Run:
             if isinstance(x, int | float):
                 self.board.add_scalar(f"{self.kind}/{name}", x, line["step"])
 
+    @torch.no_grad()
     def validate_if_due(self):
         """The metrics of a validation, if it is time for one. The best weights so far are kept."""
         step, count = self.step, self.config.steps
@@ -226,6 +227,7 @@ class Run:
             save_checkpoint(self.best_path, self.kind, self.model, self.tokenizer)
         return metrics
 
+    @torch.no_grad()
     def load_best(self):
         """The best weights into the model, which goes into eval mode -> its metrics on all
         validation rows."""

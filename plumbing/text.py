@@ -8,6 +8,7 @@ frequent pair of neighbours into one new token.
 import math
 from collections import Counter, defaultdict
 
+import numpy as np
 import regex  # comes with tiktoken
 import tiktoken
 import torch
@@ -161,8 +162,17 @@ def count_tokens(rows):
 
 
 def by_length(rows):
-    """Rows of lists of ids, the short ones first: so a part of them needs little padding."""
-    return sorted(rows, key=lambda row: sum(map(len, row)))
+    """Rows of a prompt and completions as ids, the short ones first: neighbours need little
+    padding."""
+    return sorted(rows, key=lambda row: len(row[0]) + max(map(len, row[1:])))
+
+
+def similar_batches(rows, size, seed):
+    """The rows in batches of `size`, each of similar length, so that little is padding. A batch is
+    cut out of 50 * size random rows."""
+    shuffled = [rows[i] for i in np.random.default_rng(seed).permutation(len(rows))]
+    parts = chunks(shuffled, 50 * size)
+    return [batch for part in parts for batch in chunks(by_length(part), size)]
 
 
 def spread_over(rows, n):

@@ -13,11 +13,11 @@ import torch
 import minippo
 from cli import write_models
 from data.files import UserError, read_log
-from minippo import PPOConfig, frozen_copy
+from minippo import PPOConfig, evaluate_actions, frozen_copy
 from plumbing import page, report
-from plumbing.models import completion_nll, load_checkpoint, load_models
+from plumbing.models import load_checkpoint, load_models
 from plumbing.report import Evaluator, best_of_n, distinct, estimate, optimal_objective, optimality
-from plumbing.text import Tokenizer, read_prompts
+from plumbing.text import Tokenizer, pad_completions, read_prompts
 from tiny import EOS, assert_equal, f64, noise, stir, tiny_gpt
 from train_ppo import Settings, TrainConfig
 
@@ -85,10 +85,12 @@ def test_a_response_is_measured_by_its_definition(monkeypatch):
         shown = {"text": text} | {name: row[name] for name in ("judge", "score", "kl")}
         assert evaluator.answer(measured, texts, i) == shown
         ids = [ord(c) - 65 for c in text] + [EOS] * round(row["eos_rate"])
-        kl = completion_nll(ref, [(prompt, ids)], 1) - completion_nll(policy, [(prompt, ids)], 1)
+        new, old = (
+            evaluate_actions(x, *pad_completions([(prompt, ids)]))[0] for x in (policy, ref)
+        )
         expected = {"judge": grade(prompt, text), "eos_rate": float(ids[-1] == EOS)}
         expected["score"] = sum(prompt + ids) + 0.75 * len(ids) - 0.5 * (ids[-1] != EOS)
-        expected |= {"kl": kl.item(), "response_length": len(ids)}
+        expected |= {"kl": (new - old).sum().item(), "response_length": len(ids)}
         assert row == pytest.approx(expected, abs=1e-4)
 
 

@@ -295,7 +295,7 @@ def test_ten_validations_find_the_best_weights(tmp_path):
         calls.append((it.step, len(rows)))
         return {"val_loss": next(losses)}
 
-    for step in it.steps(validate, [[[0] * (i % 5)] for i in range(2500)]):
+    for step in it.steps(validate, [([0] * (i % 5), [1]) for i in range(2500)]):
         it.model.mean.fill_(step + 1)
         it.end_step({})
         assert it.model.training

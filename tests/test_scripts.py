@@ -76,6 +76,10 @@ def set_plain_lr(optimizer, step, steps, warmup):
     return optimizer.param_groups[0]["lr"]
 
 
+def length(row):
+    return len(row[0]) + max(len(answer) for answer in row[1:])
+
+
 def plain_batch(rows, step, size, seed):
     orders = [np.random.default_rng([seed, i]).permutation(len(rows)) for i in range(50)]
     return [rows[i] for i in np.concatenate(orders)[step * size : (step + 1) * size]]
@@ -110,13 +114,20 @@ def plain_fit(kind, it):  # it: the settings
         model = RewardModel(sft)
     task = {"sft": "sft", "rm": "pref"}[kind]
     rows, val = (read_ids(it.data, task, split, tokenizer, 44) for split in ("train", "val"))
-    val.sort(key=lambda row: sum(map(len, row)))
+    val.sort(key=length)
     optimizer = plain_adam((model.parameters(), it.lr))
     steps, lowest = min(it.steps, math.ceil(it.epochs * len(rows) / it.batch_size)), math.inf
     for step in range(steps):
         lr = set_plain_lr(optimizer, step, steps, min(it.warmup, steps // 10))
         optimizer.zero_grad()
-        loss, row, _ = plain_loss(kind, model, plain_batch(rows, step, it.batch_size, it.seed))
+        if kind == "sft":
+            batch = plain_batch(rows, step, it.batch_size, it.seed)
+        else:  # of 20 pairs in 4 batches by length
+            order = np.random.default_rng(it.seed).permutation(20)
+            ranked = sorted([rows[i] for i in order], key=length)
+            (i,) = plain_batch(range(4), step, 1, it.seed)
+            batch = ranked[6 * i : 6 * i + 6]
+        loss, row, _ = plain_loss(kind, model, batch)
         loss.backward()
         norm = minippo.gradient_step(optimizer, it.max_grad_norm)
         if (step + 1) * 10 // steps > step * 10 // steps:

@@ -7,7 +7,7 @@ import pytest
 from cli import write_rows
 from data.files import UserError
 from plumbing.text import Tokenizer, encode_rows
-from plumbing.text import pad_completions, read_prompts, texts_of
+from plumbing.text import chunks, pad_completions, read_prompts, similar_batches, texts_of
 
 TOKENIZER = Tokenizer.train(["ab ab"], 258)
 A, B, C, D, E = map(ord, "abcde")
@@ -39,6 +39,18 @@ def test_rows_are_encoded_skipped_or_cut(tmp_path, capsys):
     assert not capsys.readouterr().out
     write_rows(tmp_path, prompts_val=[("a",)])
     assert read_prompts(tmp_path, "val", TOKENIZER, 9) == [[A]]
+
+
+def test_batches_are_of_similar_rows_and_hold_each_once():
+    rows = [([i] * (1 + i % 7), [1] * (i % 5), [2] * (i % 11)) for i in range(470)]
+    batches = similar_batches(rows, 3, seed=1)
+    assert sorted(sum(batches, [])) == rows and {*map(len, batches[:-1])} == {3}
+    for part in chunks(batches, 50):  # of 150 rows
+        longest = [len(x) + max(len(a), len(b)) for x, a, b in sum(part, [])]
+        assert longest == sorted(longest)
+        first = [x[0] for x, *_ in sum(part, [])]
+        assert min(first) < 150 and max(first) > 300  # from all over the file
+    assert batches == similar_batches(rows, 3, seed=1) != similar_batches(rows, 3, seed=2)
 
 
 def test_any_text_survives_and_none_gives_the_end_token():
