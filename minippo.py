@@ -13,9 +13,9 @@ answers or completions), PPO maximises
 The *policy* pi is the language model, seen as a rule for choosing the next token. The *reference*
 ref is the frozen SFT model. KL(pi || ref), the Kullback-Leibler divergence, is the mean of
 log pi(y | x) - log ref(y | x) over responses y of pi: how far the policy has moved, in nats (the
-unit of natural logarithms). Where no y is written, log pi is that of one token. Beta (kl_coef in
-the code) is the penalty per nat. E is the mean over prompts and responses of pi. PPO repeats four
-phases:
+unit of natural logarithms). Without "(y | x)", log pi is the log-probability of one token. Beta
+(kl_coef in the code) is the penalty per nat. E is the mean over prompts and responses of pi. PPO
+repeats four phases:
 
     prompts --> 1. policy --> responses, log pi, values -----------------+
                      ^            |                                      |
@@ -29,7 +29,8 @@ phases:
     reference         the SFT model; frozen                     log ref of each token
     reward model      SFT model, new head; trained, now frozen  one score per response
 
-A *score* rates a whole response; a *reward* belongs to one token.
+A *score* rates a whole response; a *reward* belongs to one token (except in the traditional names
+*reward model* and rlhf_reward).
 
 Shapes: B rows in a batch, T columns, C channels, H attention heads, V tokens in the vocabulary, N
 response tokens.
@@ -51,7 +52,7 @@ log pi at index 1 is that of token 2, "sweet". With the prompt "Bees eat", a sco
     value        .      0.80   1.00   1.20   .              prediction: sum of the rewards to come
 
 Phase 3 (section 5): how much better than expected did each action turn out? The value after the
-last action counts as 0. (Here gamma and lam of gae() are 1, and this row is the whole batch.)
+last action counts as 0. (Here gamma and lam, see section 5, are 1; this row is the whole batch.)
 
     delta        .      0.15   0.22   0.18   .              reward + next value - value
     advantage    .      0.55   0.40   0.18   .              sum of this delta and all later ones
@@ -302,9 +303,11 @@ def draw(logits):
 
     Cut the interval from 0 to 1 into a piece for each token, as long as its probability. Draw a
     number u from the interval, and take the token whose piece contains u (*inverse transform
-    sampling*). torch.multinomial does this in one call.
+    sampling*). This is torch.multinomial, written out.
     """
-    ends = logits.softmax(-1).cumsum(-1, dtype=torch.float64)  # of the pieces; the last is about 1
+    ends = logits.softmax(-1).cumsum(
+        -1, dtype=torch.float64
+    )  # of the pieces: (B, V), up to about 1
     if ends[:, -1].isnan().any():
         raise FloatingPointError("the logits are not finite: no token can be drawn from them")
     u = torch.rand(len(ends), 1, dtype=torch.float64, device=ends.device) * ends[:, -1:]
@@ -380,7 +383,8 @@ def reward_model_loss(chosen_scores, rejected_scores):
     margin = chosen_scores - rejected_scores
     loss = -F.logsigmoid(margin).mean()
     accuracy = (margin.sign().mean() + 1) / 2  # a tie is half right
-    return loss, {"accuracy": accuracy.item(), "margin": margin.mean().item()}
+    stats = {"accuracy": accuracy.item(), "margin": margin.mean().item()}
+    return loss, {"loss": loss.item(), **stats}
 
 
 # ------------------------------------------------------------
@@ -418,8 +422,8 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #
 # The KL is never negative, and is 0 only if pi and ref agree; a sample of it may be negative. It is
 # not symmetric. KL(pi || ref) is a mean over what pi writes: an answer that ref hardly ever writes
-# costs a lot, one that pi stops writing costs little. (Losing answers that together have half of
-# ref's probability costs log 2 = 0.69 nats. Losing variety like this is called *mode collapse*.)
+# costs a lot, one that pi stops writing costs little. (A policy that drops answers worth half of
+# ref's probability pays log 2 = 0.69 nats. Losing variety like this is called *mode collapse*.)
 # KL(ref || pi), a mean over what ref writes, would keep all of ref's answers, even its mistakes.
 #
 # Three estimates of the KL at one token, where d is log pi - log ref of the sampled token
@@ -516,8 +520,8 @@ def whiten(x, mask):
     If all numbers are equal, up to rounding, they become 0.
 
     If scores, beta and values are multiplied by 10, the whitened advantages, and with them the
-    policy loss, stay the same, so one learning rate suits any scale of scores. The mean acts as one
-    more baseline. Whitening hides the size of the advantages: those of nearly equal responses are
+    policy loss, stay the same. (The value loss does not: scores with a standard deviation of about
+    1 are best.) The mean acts as one more baseline. Whitening hides the size of the advantages: those of nearly equal responses are
     scaled up, noise included. Returns are never whitened: the values must learn their true size.
     """
     check_mask(mask, x)
@@ -531,9 +535,9 @@ def whiten(x, mask):
 # samples better, but lead further away from the policy that sampled them.) The first step is
 # *on-policy*: the policy being trained sampled the batch. After that, the policy that sampled is
 # called the *old* policy, and the next steps are *off-policy*. The *ratio* pi / old corrects for
-# that, choice by choice (*importance sampling*):
+# that, choice by choice (*importance sampling*). For an action a:
 #
-#     E_old[ratio * A] = sum_a old(a) (pi(a) / old(a)) A(a) = E_pi[A]        a: the action
+#     E_old[ratio * A] = sum_a old(a) (pi(a) / old(a)) A(a) = E_pi[A]
 #
 # (The states are not corrected: they are those that old reached.) The gradient of ratio * A is
 # ratio * A * grad log pi, because grad pi = pi * grad log pi. At ratio 1, where an update begins,
@@ -559,8 +563,8 @@ def whiten(x, mask):
 # is no gradient, because a clipped ratio is a constant. The first token has risen enough, the last
 # has fallen enough. Why not always the clipped one? Tokens share the weights, so steps for others
 # may have moved a ratio the wrong way. If the ratio of the first token (A = 1.14) had fallen to
-# 0.70, the clip alone would freeze it there. But 0.70 A = 0.80 is less than 0.80 A = 0.91, and has
-# a gradient: the ratio is pulled back up.
+# 0.70, the clip alone would freeze it there. But ratio * A = 0.80 is less than clipped * A = 0.91,
+# and has a gradient: the ratio is pulled back up.
 #
 # The gradient in all cases, where x stands for ratio * A * grad log pi:
 #
@@ -635,7 +639,7 @@ class PolicyGradientConfig:
     length_penalty: float = 0.0  # subtracted from the score for each token of a response
     missing_eos_penalty: float = 1.0  # subtracted if a response was cut off
     kl_coef: float = 0.1  # beta, the penalty per nat of KL to the reference
-    k: int = 1  # responses to each prompt
+    k: int = 1  # responses to each prompt, for algorithms that compare them
     epochs: int = 1  # passes over each batch of responses
     minibatches: int = 4  # gradient steps per pass
     micro_batch: int = 0  # responses in memory at once; 0: all of them
@@ -689,7 +693,7 @@ def join_rollouts(pieces):
 @torch.no_grad()
 def rollout(policy, ref, score, prompts, config, generate=generate):
     """Phases 1 and 2: sample responses to the prompts (lists of ids) -> a rollout. generate:
-    the sampler."""
+    another sampler, if wanted."""
     size = config.micro_batch
     if 0 < size < len(prompts):
         pieces = [prompts[i : i + size] for i in range(0, len(prompts), size)]
@@ -752,7 +756,7 @@ def gradient_step(optimizer, max_grad_norm):
 
 
 def mean_stats(weighted):
-    """[(share, stats), ...] -> stats: the weighted means, but the maximum of ratio_max."""
+    """[(share, stats), ...] -> stats: the weighted means; of ratio_max, the maximum."""
     means = {name: sum(share * x[name] for share, x in weighted) for name in weighted[0][1]}
     if "ratio_max" in means:
         means["ratio_max"] = max(x["ratio_max"] for _, x in weighted)
@@ -762,7 +766,7 @@ def mean_stats(weighted):
 def accumulate_gradient(loss_of, rows, micro_batch, count):
     """backward() for the loss of some rows, at most micro_batch (0: all) at a time -> stats.
 
-    loss_of(rows) -> loss, stats. count(rows): how many tokens or pairs these are means over.
+    loss_of(rows) -> loss, stats: means over the tokens or pairs of the rows, count(rows) of them.
     """
     weighted, size = [], micro_batch or len(rows)
     for i in range(0, len(rows), size):

@@ -20,9 +20,9 @@ from plumbing.text import read_prompts
 
 @dataclass
 class TrainConfig:  # read by the loop below, whatever the algorithm
-    steps: int = 450  # iterations, each with a new batch
+    steps: int = 450  # iterations, each with a new batch, and epochs x minibatches gradient steps
     batch_size: int = 128  # responses per iteration
-    lr: float = 8e-4  # peak learning rate, falling to 0; for a value head on the trunk, times 30
+    lr: float = 8e-4  # peak learning rate, falling to 0; the value head's is 30 times that (plumbing/run.py)
     warmup: int = 5  # iterations in which the rate climbs to its peak; at most a tenth of all
     adam_eps: float = 1e-4  # Adam's epsilon; weights with tiny, noisy gradients move less
     models: str = ""  # folder of sft.pt and rm.pt; if empty, --out or else the folder above it
@@ -34,7 +34,7 @@ class TrainConfig:  # read by the loop below, whatever the algorithm
 
 
 @dataclass
-class Settings(PPOConfig):  # read by PPO; each file of variations/ brings its own
+class Settings(PPOConfig):  # PPO's; each file of variations/ brings its own
     separate_critic: bool = False  # a separate value network, started from the reward model
 
 
@@ -42,14 +42,14 @@ class Settings(PPOConfig):  # read by PPO; each file of variations/ brings its o
 def train(
     settings=Settings, compute_advantages=compute_advantages, loss=ppo_loss, doc=__doc__, out="out"
 ):
-    """Other algorithms pass their own settings, compute_advantages (-> a dict) and loss."""
-    config = read_flags(doc, settings, TrainConfig, out=out)
+    """variations/ pass their own settings, compute_advantages (-> a dict) and loss."""
+    config = read_flags(doc, settings, TrainConfig, out=out)  # and --data, --out, --seed, ...
     policy, ref, score, tokenizer = load_models(config)  # score(tokens, mask) -> (B,)
     prompts = read_prompts(config.data, "train", tokenizer, policy.config.context)
     optimizer, schedule = adam(policy, config)
     run = Run("ppo", config, policy, tokenizer, optimizer, schedule, data=prompts, ref=ref)
-    if run.step == 0:
-        check_start(policy, ref, score, prompts, config)  # the ratio is 1, the KL 0, settings fit
+    if run.step == 0:  # not resumed
+        check_start(policy, ref, score, prompts, config)  # stops if the ratio is not 1, or KL not 0
         center_values(policy, rollout(policy, ref, score, prompts[: config.batch_size], config))
 
     for step in run.steps():
@@ -60,15 +60,20 @@ def train(
         stats = ppo_update(policy, optimizer, batch, config, loss)  # phase 4
         stats |= batch_metrics(batch, config)
         schedule.step()
-        if config.kl_target:  # beta follows the KL slowly (Ziegler et al., arXiv:1909.08593)
-            error = min(max(stats["kl"] / config.kl_target - 1, -0.2), 0.2)
-            config.kl_coef *= 1 + error * config.batch_size / 10_000
+        adapt_kl_coef(config, stats["kl"])  # with --kl_target
         if config.ref_update_every and (step + 1) % config.ref_update_every == 0:
             ref.load_state_dict(policy.state_dict(), strict=False)  # ref has no separate critic
         run.end_step(stats, batch)  # grades by the judge, logs, saves
 
     run.finish()
-    report(run, score, prompts)  # unless --no_report
+    report(run, score, trained_on=prompts)  # on the validation prompts, unless --no_report
+
+
+def adapt_kl_coef(config, kl):
+    """Beta follows the KL slowly (Ziegler et al., arXiv:1909.08593)."""
+    if config.kl_target:
+        error = min(max(kl / config.kl_target - 1, -0.2), 0.2)
+        config.kl_coef *= 1 + error * config.batch_size / 10_000
 
 
 if __name__ == "__main__":

@@ -3,37 +3,39 @@
     python train_rm.py                     after train_sft.py, on the same data
     python train_rm.py --data FOLDER       on your own pref_train.jsonl and pref_val.jsonl
 
-The files hold rows {"prompt": ..., "chosen": ..., "rejected": ...}. Writes out/rm.pt.
+The files hold rows {"prompt": ..., "chosen": ..., "rejected": ...}. The loss is -log sigmoid(score
+of the chosen answer - score of the rejected one). Writes out/rm.pt, after setting the scale of the
+scores: on answers of the SFT model they have mean 0 and standard deviation 1.
 """
 
 from dataclasses import dataclass
-
-import torch
 
 from minippo import RewardModel, accumulate_gradient, gradient_step, reward_model_loss
 from plumbing.models import load_sft, set_score_scale
 from plumbing.run import Run, adam, limit_steps
 from plumbing.settings import read_flags, script
-from plumbing.text import chunks, pad, read_ids, read_prompts, similar_batches
+from plumbing.text import pad, read_ids, read_prompts, similar_batches
 
 
 @dataclass
 class TrainConfig:
-    steps: int = 1950  # at most this many steps
-    epochs: int = 2  # at most this many passes over the pairs
+    steps: int = 1950  # gradient steps; fewer if the next setting allows fewer
+    epochs: int = 2  # limits the steps to this many passes over the pairs
     batch_size: int = 64  # pairs per step
     micro_batch: int = 16  # pairs in memory at once
     lr: float = 1e-3  # peak learning rate of Adam; falls linearly to 0
     warmup: int = 20  # steps in which the rate climbs to its peak; at most a tenth of all
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
-    max_new_tokens: int = 48  # longest SFT answer used to set the scale of the scores; as in PPO
+    max_new_tokens: int = 48  # longest answer sampled to set the scale of the scores; as in PPO
     models: str = ""  # folder of sft.pt; if empty, --out or the folder above it
 
 
 def pair_scores(model, pairs):
     """(prompt, chosen, rejected) as ids -> scores (B,) of the chosen and the rejected answers."""
-    rows = [x for prompt, a, b in pairs for x in (prompt + a, prompt + b)]  # chosen, rejected, ...
-    return model(*pad(rows, model.mean.device)).view(-1, 2).unbind(1)  # (2B,) -> (B,), (B,)
+    rows = [prompt + answer for prompt, *answers in pairs for answer in answers]
+    tokens, lengths = pad(rows, model.score_head.weight.device)  # (2B, T), (2B,)
+    scores = model(tokens, lengths).view(-1, 2)  # (2B,) -> (B, 2)
+    return scores[:, 0], scores[:, 1]
 
 
 @script
@@ -47,13 +49,13 @@ def train():
     limit_steps(config, len(pairs))  # at most config.epochs passes over the pairs
     batches = similar_batches(pairs, config.batch_size, config.seed)  # of similar length
     optimizer, schedule = adam(model, config)
-    run = Run("rm", config, model, tokenizer, optimizer, schedule, data=(pairs, val_pairs, prompts))
 
     def loss_of(pairs):
-        loss, stats = reward_model_loss(*pair_scores(model, pairs))
-        return loss, {"loss": loss.item(), **stats}
+        return reward_model_loss(*pair_scores(model, pairs))
 
-    for _ in run.steps(validate=validate, val_rows=val_pairs):
+    data, validation = (pairs, val_pairs, prompts), (val_pairs, loss_of, len)
+    run = Run("rm", config, model, tokenizer, optimizer, schedule, data, validation=validation)
+    for _ in run.steps():
         (batch,) = run.batch(batches, 1)
         optimizer.zero_grad()
         stats = accumulate_gradient(loss_of, batch, config.micro_batch, len)
@@ -61,19 +63,12 @@ def train():
         schedule.step()
         run.end_step(stats)  # validates now and then, and keeps the best weights
 
-    best = run.load_best()  # and validates on all val_pairs
+    metrics = run.load_best()  # the weights with the lowest val_loss; metrics on all val_pairs
     set_score_scale(model, sft, prompts, config)  # sets mean, std and cap by scores of SFT answers
-    run.finish(**best)
-    accuracy = best["val_accuracy"]
-    error = (accuracy * (1 - accuracy) / len(val_pairs)) ** 0.5
-    print(f"{100 * accuracy:.1f} % ± {100 * error:.1f} of the validation pairs right")
-
-
-def validate(model, pairs, size):
-    """The loss and the accuracy. size: pairs in memory at once."""
-    scores = torch.cat([torch.stack(pair_scores(model, x)) for x in chunks(pairs, size)], 1)
-    loss, stats = reward_model_loss(*scores)
-    return {"val_loss": loss.item(), "val_accuracy": stats["accuracy"]}
+    run.finish(**metrics)
+    accuracy = metrics["val_accuracy"]
+    standard_error = (accuracy * (1 - accuracy) / len(val_pairs)) ** 0.5
+    print(f"{100 * accuracy:.1f} % ± {100 * standard_error:.1f} of the validation pairs right")
 
 
 if __name__ == "__main__":

@@ -8,21 +8,20 @@ completion, its end token included, given the prompt. Writes out/sft.pt.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from data.rows import read_rows
-from data.zoo import write_data
+from data.zoo import ensure_data
 from minippo import GPTConfig, accumulate_gradient, evaluate_actions, gradient_step, masked_mean
 from plumbing.models import new_model
 from plumbing.run import Run, adam, limit_steps
 from plumbing.settings import read_flags, script
-from plumbing.text import by_length, chunks, count_tokens, encode_rows, pad_completions
+from plumbing.text import by_length, count_tokens, encode_rows, pad_completions
 
 
 @dataclass
 class TrainConfig(GPTConfig):  # GPTConfig, in minippo.py: the size of the model
-    steps: int = 1300  # at most this many steps
-    epochs: int = 12  # at most this many passes over the rows
+    steps: int = 1300  # gradient steps; fewer if the next setting allows fewer
+    epochs: int = 12  # limits the steps to this many passes over the rows
     batch_size: int = 64  # rows per step
     micro_batch: int = 16  # rows in memory at once
     lr: float = 3e-3  # peak learning rate of Adam; falls linearly to 0
@@ -42,38 +41,31 @@ def sft_loss(model, rows):
 @script  # a user's mistake ends it with one line, not a traceback
 def train():
     config = read_flags(__doc__, TrainConfig)  # and --data, --out, --device, --seed, ...
-    if config.data == Path("data/zoo") and not config.data.exists():
-        print(f"{config.data} is not there yet: making the default data")
-        write_data(config.data)
+    ensure_data(config.data)  # makes the default data, data/zoo, if they are not there
     texts = read_rows(config.data, "sft", "train")
     model, tokenizer = new_model(config, texts)  # learns a vocabulary from the texts
     rows = encode_rows(texts, tokenizer, model.config.context)  # ids, with end tokens
     val_rows = encode_rows(read_rows(config.data, "sft", "val"), tokenizer, model.config.context)
     limit_steps(config, len(rows))  # at most config.epochs passes over the rows
     optimizer, schedule = adam(model, config)
-    # Run: the batches, the validations, the log, and the saved state; data: --resume needs the same
-    run = Run("sft", config, model, tokenizer, optimizer, schedule, data=(rows, val_rows))
 
     def loss_of(rows):
         return sft_loss(model, rows)
 
-    for _ in run.steps(validate=validate, val_rows=val_rows):
-        batch = by_length(run.batch(rows, config.batch_size))  # so its pieces need little padding
+    # Run draws batches, validates, logs and saves. data: --resume checks that they are the same
+    data, validation = (rows, val_rows), (val_rows, loss_of, count_tokens)
+    run = Run("sft", config, model, tokenizer, optimizer, schedule, data, validation=validation)
+    for _ in run.steps():
+        batch = by_length(run.batch(rows, config.batch_size))  # micro-batches need little padding
         optimizer.zero_grad()
         stats = accumulate_gradient(loss_of, batch, config.micro_batch, count_tokens)
         stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
         schedule.step()
         run.end_step(stats)  # validates now and then, and keeps the best weights
 
-    best = run.load_best()  # and validates on all val_rows
-    run.finish(**best)
-    print(f"validation loss {best['val_loss']:.4f} nats/token")
-
-
-def validate(model, rows, size):
-    """The loss, a mean over all tokens of the completions. size: rows in memory at once."""
-    nats = [sft_loss(model, x)[0].item() * count_tokens(x) for x in chunks(rows, size)]
-    return {"val_loss": sum(nats) / count_tokens(rows)}
+    metrics = run.load_best()  # the weights with the lowest val_loss; metrics on all val_rows
+    run.finish(**metrics)
+    print(f"validation loss {metrics['val_loss']:.4f} nats/token")
 
 
 if __name__ == "__main__":

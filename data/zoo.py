@@ -402,6 +402,13 @@ def write_data(folder, seed=0):
     return rows
 
 
+def ensure_data(folder):
+    """Make the default data, unless they are there or the folder is another."""
+    if folder == Path("data/zoo") and not folder.exists():
+        print(f"{folder} is not there yet: making the default data")
+        write_data(folder)
+
+
 FLAGS = {
     "--out": {"required": True, "help": "new folder"},
     "--seed": {"type": int, "default": 0, "help": "default: 0"},

@@ -14,10 +14,10 @@ import torch
 
 from data.files import UserError, read_log, write_jsonl
 from data.zoo import judge_of
-from minippo import frozen_copy
+from minippo import frozen_copy, mean_stats
 from plumbing.models import model_fingerprints, read_contents, save_checkpoint, write_contents
 from plumbing.page import json_safe, traced, watch, write_page
-from plumbing.text import by_length, spread_over
+from plumbing.text import by_length, chunks, spread_over
 
 # Settings that --resume may change: where things are (their contents are compared), what is written
 # besides, and what alters only rounding and random draws.
@@ -56,11 +56,16 @@ def adam(model, config):
 
 class Run:
     """The steps of a run, one after the other, even if it is interrupted. kind: "sft", "rm" or
-    "ppo". data: nested lists. ref: the reference of PPO, saved too if it moves."""
+    "ppo". data: nested lists. ref: the reference of PPO, saved too if it moves. validation: rows,
+    loss_of(rows) -> loss, stats, and count(rows), how many these are means over. Ten times in a run
+    the stats are computed on some of the rows, and the weights of the lowest loss are kept."""
 
-    def __init__(self, kind, config, model, tokenizer, optimizer, schedule, data, ref=None):
+    def __init__(
+        self, kind, config, model, tokenizer, optimizer, schedule, data, ref=None, validation=None
+    ):
         self.kind, self.config, self.model, self.tokenizer = kind, config, model, tokenizer
         self.optimizer, self.ref, self.models_before = optimizer, ref, None
+        self.validation = validation
         self.stateful = {"model": model, "optimizer": optimizer, "schedule": schedule}
         if getattr(config, "ref_update_every", 0):
             self.stateful["ref"] = ref
@@ -128,14 +133,9 @@ class Run:
             print(f"{self.path} is finished; --overwrite makes it again")
             sys.exit()
 
-    def steps(self, validate=None, val_rows=()):
+    def steps(self):
         """Yield the steps that are left. After Ctrl-C or SIGTERM the loop ends its step, saves and
-        stops.
-
-        validate(model, rows, size) -> metrics, "val_loss" among them, for some of val_rows, `size`
-        in memory at once: called ten times in a run, and the weights of the lowest loss are kept.
-        """
-        self.validate, self.val_rows = validate, by_length(val_rows)
+        stops."""
         self.began = time.perf_counter() - self.seconds
         self.shown = self.saved = -math.inf  # the first step is shown and saved
         self.saving = 0.0
@@ -177,7 +177,7 @@ class Run:
         """Watch, log and show what has happened, and save the state now and then. rollout: of PPO,
         as it was before the update."""
         self.step += 1
-        if self.validate:
+        if self.validation:
             show, more = ["loss", "accuracy", "val_loss", "val_accuracy"], self.validate_if_due()
         else:
             show = ["score", "judge", "kl", "entropy", "eos_rate"]
@@ -214,26 +214,34 @@ class Run:
                 self.board.add_scalar(f"{self.kind}/{name}", x, line["step"])
 
     @torch.no_grad()
+    def validate(self, most=math.inf):
+        """The stats on at most so many validation rows, short and long ones."""
+        rows, loss_of, count = self.validation
+        rows = spread_over(by_length(rows), most)
+        self.model.eval()
+        parts = chunks(rows, self.config.micro_batch)
+        stats = mean_stats([(count(x) / count(rows), loss_of(x)[1]) for x in parts])
+        self.model.train()
+        return {f"val_{name}": x for name, x in stats.items()}
+
     def validate_if_due(self):
         """The metrics of a validation, if it is time for one. The best weights so far are kept."""
         step, count = self.step, self.config.steps
         if step * VALIDATIONS // count == (step - 1) * VALIDATIONS // count:
             return {}
-        rows = spread_over(self.val_rows, VALIDATION_ROWS)
-        metrics = self.validate(self.model.eval(), rows, self.config.micro_batch)
-        self.model.train()
+        metrics = self.validate(VALIDATION_ROWS)
         if metrics["val_loss"] <= self.best_loss:
             self.best_loss = metrics["val_loss"]
             save_checkpoint(self.best_path, self.kind, self.model, self.tokenizer)
         return metrics
 
-    @torch.no_grad()
     def load_best(self):
-        """The best weights into the model, which goes into eval mode -> its metrics on all
-        validation rows."""
+        """The best weights into the model -> its metrics on all validation rows."""
         best = read_contents(self.best_path, [self.kind], "--overwrite starts over")
         self.model.load_state_dict(best["model"])
-        return self.validate(self.model.eval(), self.val_rows, self.config.micro_batch)
+        metrics = self.validate()
+        self.model.eval()
+        return metrics
 
     def finish(self, **metadata):
         """Write the model. From now on --resume has nothing to train."""

@@ -317,7 +317,8 @@ def test_the_reward_models_loss_is_bradley_and_terrys():
     loss, stats = reward_model_loss(chosen, rejected)
     chances = f64([1 / (1 + math.exp(-margin)) for margin in (1.0, -2.0, 0.0)])
     assert_equal(loss, -chances.log().mean())
-    assert stats == pytest.approx({"accuracy": (1 + 0 + 0.5) / 3, "margin": -1 / 3})  # a tie: half
+    accuracy = (1 + 0 + 0.5) / 3  # a tie is half right
+    assert stats == pytest.approx({"loss": loss.item(), "accuracy": accuracy, "margin": -1 / 3})
     loss.backward()
     assert_equal(chosen.grad, (chances - 1) / 3)
     assert_equal(rejected.grad, (1 - chances) / 3)

@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -148,17 +149,14 @@ def begin(out, kind="rm", **more):
     """-> a Run of a tiny reward model."""
     more = {"steps": 10, "lr": 0.5, "warmup": 2, "micro_batch": 7, "no_report": False} | more
     config = SimpleNamespace(**vars(RunConfig(out, out, "cpu")) | more)
-    model = RewardModel(GPT(GPTConfig(257, 4, 1, 1, 4)))
-    return Run(kind, config, model, Tokenizer.train([], 257), *adam(model, config), data=[])
-
-
-def validate(*_):
-    return {"val_loss": 0.25}
+    model, tokenizer = RewardModel(GPT(GPTConfig(257, 4, 1, 1, 4))), Tokenizer.train([], 257)
+    validation = ([([0], [1])], lambda _: (None, {"loss": 0.25}), len) if kind == "rm" else None
+    return Run(kind, config, model, tokenizer, *adam(model, config), [], validation=validation)
 
 
 def finish(out):
     it = begin(out, overwrite=True)
-    for _ in it.steps(validate):
+    for _ in it.steps():
         it.end_step({})
     it.finish()
 
@@ -199,7 +197,7 @@ def test_a_run_without_its_report_is_not_finished(tmp_path):
 def test_an_earlier_run_is_there_until_the_first_step(tmp_path):
     finish(tmp_path)
     it = begin(tmp_path, overwrite=True)
-    assert next(it.steps(validate)) == 0 and len(metrics(it.log_path)) == 10
+    assert next(it.steps()) == 0 and len(metrics(it.log_path)) == 10
     it.save = lambda: None  # killed before its first save
     it.end_step({})
     assert not it.state_path.exists() and len(metrics(it.log_path)) == 1
@@ -234,7 +232,7 @@ def timed(clock, seconds, it):
         saves.append(it.step), save()
 
     it.save = noted_save
-    for _, passed in zip(it.steps(validate if it.kind == "rm" else None), seconds):
+    for _, passed in zip(it.steps(), seconds):
         clock.now += passed
         it.optimizer.step(), it.stateful["schedule"].step()
         it.end_step({"loss": 0.5, "idle": nan, "text": "é"}, "a rollout")
@@ -287,18 +285,27 @@ def test_tensorboard_has_each_number_at_its_step(tmp_path, clock):
 
 
 def test_ten_validations_find_the_best_weights(tmp_path):
-    it, calls = begin(tmp_path, steps=25), []
-    losses = iter([5.0, 3.0, 3.0, *[9.0] * 6, nan, 1.0])
+    it, seen = begin(tmp_path, steps=25), []
+    rows = [([0] * (i % 5), [1]) for i in range(2500)]
+    losses = dict(zip((3, 5, 8, 10, 13, 15, 18, 20, 23, 25), [5, 3, 3, *[9] * 6, nan]))
 
-    def validate(model, rows, size):
-        assert not model.training and rows == sorted(rows) and size == 7
-        calls.append((it.step, len(rows)))
-        return {"val_loss": next(losses)}
+    def loss_of(part):
+        assert not it.model.training and not torch.is_grad_enabled()
+        assert len(part) <= 7 and part == sorted(part)
+        seen.extend((it.step, row) for row in part)
+        length = sum(len(prompt) for prompt, _ in part) / len(part)
+        return None, {"loss": losses[it.step], "length": length}
 
-    for step in it.steps(validate, [([0] * (i % 5), [1]) for i in range(2500)]):
+    it.validation = rows, loss_of, len
+    for step in it.steps():
         it.model.mean.fill_(step + 1)
         it.end_step({})
         assert it.model.training
-    assert calls == [(step, 834) for step in (3, 5, 8, 10, 13, 15, 18, 20, 23, 25)]
-    assert it.load_best() == {"val_loss": 1.0} and calls[-1] == (25, 2500)
+    assert Counter(step for step, _ in seen) == dict.fromkeys(losses, 834)
+    lengths = [len(prompt) for _, (prompt, _) in seen[:834]]
+    line = metrics(it.log_path)[2]
+    assert (line["val_loss"], line["val_length"]) == pytest.approx((5, sum(lengths) / 834))
+    losses[25], seen[:] = 1.0, []
+    assert it.load_best() == pytest.approx({"val_loss": 1, "val_length": 2})
+    assert [row for _, row in seen] == sorted(rows)
     assert it.model.mean == 8 and not it.model.training

@@ -100,8 +100,8 @@ def plain_loss(kind, model, rows):
 
     margins = torch.cat([score(x + a) - score(x + b) for x, a, b in rows])
     loss, right = (1 + (-margins).exp()).log().mean(), (margins > 0).double().mean()
-    figures = {"val_loss": loss, "val_accuracy": right}
-    return loss, {"loss": loss, "accuracy": right, "margin": margins.mean()}, figures
+    stats = {"loss": loss, "accuracy": right, "margin": margins.mean()}
+    return loss, stats, {f"val_{name}": x for name, x in stats.items()}
 
 
 def plain_fit(kind, it):  # it: the settings
@@ -204,7 +204,9 @@ def watched_run(script, flags):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(minippo.Trunk, "forward", watched)
-        patch.setattr(plumbing.report, "report", lambda *x: reports.append(x))
+        patch.setattr(
+            plumbing.report, "report", lambda *x, trained_on: reports.append((*x, trained_on))
+        )
         status, printed, error = run(script, *shlex.split(flags))
     assert (status, error) == (0, "")
     return printed, rows, reports

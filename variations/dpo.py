@@ -71,7 +71,7 @@ def dpo_loss(policy, ref, pairs, config):
     loss, stats = reward_model_loss(beta * chosen, beta * rejected)
     if config.ipo:
         loss = ((chosen - rejected - 1 / (2 * beta)) ** 2).mean()
-    return loss, {"loss": loss.item(), **stats}
+    return loss, stats | {"loss": loss.item()}
 
 
 @script

@@ -27,9 +27,10 @@ class Settings(GroupConfig):
 def compute_advantages(batch, config):
     k, mask = config.k, batch["mask"]
     kl, _ = kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], mask)
-    totals = (batch["scores"] - config.kl_coef * kl).view(-1, k)  # (B / k, k): R, a row per prompt
-    others = (totals.sum(1, keepdim=True) - totals) / (k - 1)
-    return {"advantages": (totals - others).view(-1, 1) * mask}  # (B, T-1)
+    # The k responses to a prompt are neighbours: (B,) -> (B / k, k)
+    R = (batch["scores"] - config.kl_coef * kl).view(-1, k)
+    others = (R.sum(1, keepdim=True) - R) / (k - 1)
+    return {"advantages": (R - others).view(-1, 1) * mask}  # (B, T-1)
 
 
 def loss(policy, batch, config):
