@@ -136,6 +136,7 @@ class Run:
     def steps(self):
         """Yield the steps that are left. After Ctrl-C or SIGTERM the loop ends its step, saves and
         stops."""
+        self.model.train(self.validation is not None)  # PPO samples and updates in eval mode
         self.began = time.perf_counter() - self.seconds
         self.shown = self.saved = -math.inf  # the first step is shown and saved
         self.saving = 0.0

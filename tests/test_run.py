@@ -297,10 +297,11 @@ def test_ten_validations_find_the_best_weights(tmp_path):
         return None, {"loss": losses[it.step], "length": length}
 
     it.validation = rows, loss_of, len
+    it.model.eval()
     for step in it.steps():
+        assert it.model.training
         it.model.mean.fill_(step + 1)
         it.end_step({})
-        assert it.model.training
     assert Counter(step for step, _ in seen) == dict.fromkeys(losses, 834)
     lengths = [len(prompt) for _, (prompt, _) in seen[:834]]
     line = metrics(it.log_path)[2]
