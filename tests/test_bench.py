@@ -14,6 +14,7 @@ from cli import PPO, run, write_models
 from data.files import UserError, write_jsonl
 from minippo import turns_score
 from plumbing.report import REFERENCE_SAMPLES, Evaluator
+from plumbing.text import read_prompts
 
 
 SHORT = "passes", "equals", "neighbours"
@@ -57,6 +58,9 @@ def test_the_best_policy_is_reference_times_exp_of_score(made, monkeypatch):
     monkeypatch.setattr(results, "ZOO", made / "data")
     monkeypatch.setattr(results, "Evaluator", lambda *x: kept.append(Evaluator(*x)) or kept[0])
     best, reference = results.optima(2), kept[0].reference
+    prompts = read_prompts(made / "data", "val", kept[0].tokenizer, 48)
+    torch.manual_seed(2)  # as in the report of this seed
+    assert kept[0].prompts == [prompts[i] for i in torch.randperm(len(prompts))]
     for beta, row in best.items():
         weights = (reference["score"].double() / float(beta)).exp()
         weights /= weights.sum(1, keepdim=True)
