@@ -3,9 +3,9 @@
     python -m data.zoo --out data/zoo --seed 0
 
 The crowd is one exact distribution: `crowd(prompt)` lists every text that it may answer, with its
-probability. All rows are drawn from it, so the limits that no model can beat are known
-(data/README.md). The judge knows facts and manners. It labels the pairs, and grades answers for log
-and report; nothing that is trained sees these grades.
+probability. All rows are drawn from it, so the limits that no model can beat are known. The judge
+knows facts and manners. It labels the pairs, and grades answers for log and report; nothing that is
+trained sees these grades.
 """
 
 import math

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from data.files import UserError, write_file
-from minippo import GPT, GPTConfig, RewardModel, Trunk, frozen_copy, generate
-from minippo import row_lengths
+from minippo import GPT, GPTConfig, RewardModel, Trunk, frozen_copy, generate, row_lengths
 from plumbing.text import Tokenizer, chunks, spread_over, texts_of
 
 ANSWERS = 2048  # of the SFT model, that set the scale of the scores
