@@ -19,7 +19,7 @@ ends with the last "\\n\\nAssistant:". An answer gets a leading space where neit
 nor the answer begins with white space.
 
 Rows from which nothing can be learned are skipped and counted. Any other fault ends the run before
-anything is written. A share of the prompts, chosen by a hash, is held out with all their rows.
+anything is written.
 """
 
 import csv
@@ -29,7 +29,7 @@ from collections import Counter
 from pathlib import Path
 
 from data.files import UserError, command, parse_lines, printable, read_text
-from data.rows import KEYS, SHARE, write_rows
+from data.rows import KEYS, write_rows
 
 ROW_KEYS = ("prompt", "completion", "chosen", "rejected", "messages")
 USES = [*KEYS.values(), ("messages",), ("chosen", "rejected")]
@@ -141,13 +141,13 @@ def convert(path, keys):
     return list(rows)
 
 
-VAL = f"share of the prompts to hold out; 0: only the train file, 1: only the val file ({SHARE})"
+SPLIT = "the file to write (train); without a val file, one prompt in twenty is held out"
 FLAGS = {
     "file": {"metavar": "FILE", "type": Path},
     "--out": {"metavar": "FOLDER", "type": Path, "required": True},
     **{f"--{key}": {"metavar": "KEY", "help": f"where a row has its {key}"} for key in ROW_KEYS},
-    "--val": {"type": float, "default": SHARE, "help": VAL},
-    "--overwrite": {"action": "store_true", "help": "replace files in FOLDER"},
+    "--split": {"choices": ["train", "val"], "default": "train", "help": SPLIT},
+    "--overwrite": {"action": "store_true", "help": "replace the file, if it exists"},
 }
 
 
@@ -155,11 +155,9 @@ def main(args):
     keys = {key: getattr(args, key) for key in ROW_KEYS if getattr(args, key) is not None}
     if tuple(keys) not in USES:
         raise UserError("these flags do not go together: -h shows which do")
-    if not 0 <= args.val <= 1:
-        raise UserError(f"--val {args.val}: should be from 0 to 1")
     rows = convert(args.file, keys)
     task = {len(columns): name for name, columns in KEYS.items()}[len(rows[0])]
-    write_rows(args.out, task, rows, args.overwrite, args.val)
+    write_rows(args.out, task, args.split, rows, args.overwrite)
 
 
 if __name__ == "__main__":

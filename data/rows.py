@@ -19,24 +19,20 @@ KEYS = {
     "prompts": ("prompt",),
 }
 SUBSTITUTES = {"sft": ["pref"], "pref": [], "prompts": ["pref", "sft"]}
-SHARE = 0.05  # of the prompts are held out
+HELD_OUT = 0.05  # share of the prompts
 
 
-def held_out(prompts, share=SHARE):
+def held_out(prompts):
     """-> the set of those to validate on. A hash decides, so they are the same in every file, in
-    any order. (If 0 < share < 1 and there are two prompts or more, at least one is held out and at
-    least one is not.)
-    """
+    any order. Of two prompts or more, at least one is held out and at least one is not."""
 
     def place(prompt):  # from 0 to 1
         digest = hashlib.sha256(prompt.encode(errors="replace")).digest()
         return int.from_bytes(digest[:8], "big") / 2**64
 
     places = sorted((place(x), x) for x in set(prompts))
-    n = sum(at < share for at, _ in places)
-    if 0 < share < 1:
-        n = min(max(n, 1), len(places) - 1)
-    return {prompt for _, prompt in places[:n]}
+    n = max(1, sum(at < HELD_OUT for at, _ in places))
+    return {prompt for _, prompt in places[: min(n, len(places) - 1)]}
 
 
 def load_rows(path, task):
@@ -88,17 +84,11 @@ def substitute(folder, task, split, missing):
     raise UserError(f"{missing}: not found; {hint}")
 
 
-def write_rows(folder, task, rows, overwrite, share=SHARE):
-    """Write rows (tuples of strings) into the train and the val file of a task, and say how many.
-    UserError if a file to write exists, unless overwrite."""
-    aside, keys = held_out((row[0] for row in rows), share), KEYS[task]
-    splits = {"train": [], "val": []}
-    for row in rows:
-        splits["val" if row[0] in aside else "train"].append(dict(zip(keys, row)))
-    paths = {folder / f"{task}_{split}.jsonl": rows for split, rows in splits.items() if rows}
-    for path in paths:
-        if path.exists() and not overwrite:
-            raise UserError(f"{path}: already exists; choose another --out, or --overwrite")
-    for path, rows in paths.items():
-        write_jsonl(path, rows)
-        print(f"{path}: {len(rows):,} rows written")
+def write_rows(folder, task, split, rows, overwrite):
+    """Write rows (tuples of strings) into a file of a data folder, and say how many. UserError if
+    the file exists, unless overwrite."""
+    path = folder / f"{task}_{split}.jsonl"
+    if path.exists() and not overwrite:
+        raise UserError(f"{path}: already exists; choose another --out, or --overwrite")
+    write_jsonl(path, [dict(zip(KEYS[task], row)) for row in rows])
+    print(f"{path}: {len(rows):,} rows written")

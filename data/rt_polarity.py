@@ -11,10 +11,9 @@ https://www.cs.cornell.edu/people/pabo/movie-review-data/. The task is like that
              rejected are what follows
     prompts  the four-word openings of sft
 
-A hash holds out a twentieth of the openings. (The opening of a pair may be shorter, so a snippet
-that is held out from sft may be in a pair.) Within an opening, snippets are paired in the order of
-their length, so that length tells little. Nobody compared the two; the label is that of the whole
-review.
+The files are train files. (The opening of a pair may be shorter, so a snippet that is held out from
+sft may be in a pair.) Within an opening, snippets are paired in the order of their length, so that
+length tells little. Nobody compared the two; the label is that of the whole review.
 """
 
 from collections import defaultdict
@@ -80,7 +79,7 @@ FLAGS = {
 
 def main(args):
     for task, rows in make_rows(read(args.good), read(args.bad)).items():
-        write_rows(args.out, task, rows, args.overwrite)
+        write_rows(args.out, task, "train", rows, args.overwrite)
 
 
 if __name__ == "__main__":

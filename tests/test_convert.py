@@ -5,7 +5,7 @@ import json
 import pytest
 
 from cli import run
-from data.rows import held_out, load_rows
+from data.rows import load_rows
 from data.rt_polarity import make_rows
 
 SFT, PREF = "--prompt q --completion a", "--prompt q --chosen a --rejected b"
@@ -83,11 +83,10 @@ NO_MESSAGES = rows("m", *([[x]] for x in (1, {"role": ""}, {"role": 1, "content"
         (SFT, [*STEER[:1], {"q": "1", "a": "2", "input": "3"}], "'input' may change"),
         (SFT, [{"q": "1", "a": "2", "label": False}], "'label' may change"),
         (SFT + " --messages m", "{}", "do not go together"),
-        *((f"{PROMPTS} --val {x}", "{}", f"--val {x}: should be from 0 to 1") for x in (-0.1, 1.1)),
     ],
 )
 def test_rows_are_converted_or_nothing_is_written(tmp_path, flags, text, expected):
-    status, out, err = convert(tmp_path, text, f"--val 0 {flags}")
+    status, out, err = convert(tmp_path, text, flags)
     if isinstance(expected, str):
         assert status == 2 and err.startswith("convert.py: ") and err.count("\n") == 1
         assert expected in out + err and not (tmp_path / "out").exists()
@@ -97,22 +96,18 @@ def test_rows_are_converted_or_nothing_is_written(tmp_path, flags, text, expecte
         assert rows_of(tmp_path / "out", path.stem) == expected
 
 
-def test_files_are_replaced_on_request_and_hold_out_the_same(tmp_path):
-    data, out = [{"q": f"{i}", "a": "x"} for i in range(99)], tmp_path / "out"
-    more = {"q": "1", "a": " x", "c": 0, "b\x1b": [], "empty": "", "none": None}
-    said = convert(tmp_path, [*data, more, {**more, "c": None}], SFT + " --val 0.2")[1]
-    says = "99 rows kept, 2 skipped\n    2 duplicate\n    not used: b\\x1b, c\n"
-    assert says in said and said.endswith("sft_val.jsonl: 14 rows written\n")
-    assert {q for q, _ in rows_of(out, "sft_val")} == held_out([row["q"] for row in data], 0.2)
-    before = rows_of(out, "sft_train", "sft_val")
-    for flags, name in ("", "sft_train"), ("--val 1", "sft_val"):
-        status, _, err = convert(tmp_path, data, f"{SFT} {flags}")
-        assert status == 2 and f"{name}.jsonl: already exists" in err
-        assert rows_of(out, "sft_train", "sft_val") == before
-    assert convert(tmp_path, data, f"{SFT} --overwrite")[0] == 0
-    # Of the same questions in other files the same are held out, one in twenty.
-    convert(tmp_path, data, PROMPTS)
-    assert {x for x, *_ in rows_of(out, "sft_val", "prompts_val")} == held_out(r["q"] for r in data)
+def test_a_file_is_replaced_on_request(tmp_path):
+    more = {"q": "2", "a": " x", "c": 0, "b\x1b": [], "empty": "", "none": None}
+    text = [{"q": "1", "a": "x"}, more, more, {**more, "c": None}]
+    for split, flags in ("train", SFT), ("val", SFT + " --split val"):
+        printed = convert(tmp_path, text, flags)[1]
+        assert "2 rows kept, 2 skipped\n    2 duplicate\n    not used: b\\x1b, c\n" in printed
+        assert printed.endswith(f"sft_{split}.jsonl: 2 rows written\n")
+        status, _, err = convert(tmp_path, text[1:], flags)
+        assert status == 2 and f"sft_{split}.jsonl: already exists" in err
+        assert rows_of(tmp_path / "out", f"sft_{split}") == [("1", " x"), ("2", " x")]
+        assert convert(tmp_path, text[1:], f"{flags} --overwrite")[0] == 0
+        assert rows_of(tmp_path / "out", f"sft_{split}") == [("2", " x")]
 
 
 def test_a_command_names_the_file_it_cannot_read_or_write(tmp_path):
@@ -142,5 +137,5 @@ def test_reviews_are_paired_by_length_longest_opening_first(tmp_path):
     files = [tmp_path / "pos", tmp_path / "neg", "--out", tmp_path / "out"]
     for flags, status in ([], 0), ([], 2), (["--overwrite"], 0):
         assert run("data/rt_polarity.py", *files, *flags)[0] == status
-    found = rows_of(tmp_path / "out", "pref_train", "pref_val", "sft_train", "prompts_train")
-    assert sorted(found) == sorted(sum(rows.values(), []))
+    for task in rows:
+        assert rows_of(tmp_path / "out", f"{task}_train") == rows[task]
