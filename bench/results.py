@@ -223,11 +223,11 @@ def jumps(kl):
 
 
 def path_of(outs):
-    """Means over the seeds and over every ten iterations."""
+    """Means over the seeds and over every twenty iterations."""
     logs, path = [log(out) for out in outs], {"kl": [], "score": [], "judge": []}
-    for i in range(0, len(logs[0]), 10):
+    for i in range(0, len(logs[0]), 20):
         for name, means in path.items():
-            values = [line[name] for lines in logs for line in lines[i : i + 10]]
+            values = [line[name] for lines in logs for line in lines[i : i + 20]]
             means.append(statistics.fmean(values))
     return path
 

@@ -3,8 +3,8 @@
     python -m bench.tables      writes the tables into RESULTS.md
 
 results.json is {section: {name: figures}}, with four digits. A figure is a number or [mean,
-standard error]. The section "made" says which others are of which commit and machine. In RESULTS.md
-a table stands between <!-- section --> and <!-- /section -->.
+standard error]. The section "made" says of which commit and machine each of the others is. In
+RESULTS.md a table stands between <!-- section --> and <!-- /section -->.
 """
 
 import json
@@ -54,13 +54,8 @@ def store(sections, source):
     """Put these sections, of this commit and machine, in place of those in results.json, and the
     tables into RESULTS.md."""
     results = load()
-    sources = {
-        commit: [name for name in row["tables"].split() if name not in sections]
-        for commit, row in results["made"].items()
-    }
-    sources.setdefault(source, []).extend(sections)
-    sources = {commit: {"tables": " ".join(names)} for commit, names in sources.items() if names}
-    write_file(PATH, dumps(results | sections | {"made": sources}))
+    made = results["made"] | dict.fromkeys(sections, source)
+    write_file(PATH, dumps(results | sections | {"made": made}))
     write_tables()
 
 
