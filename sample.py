@@ -3,9 +3,8 @@
     python sample.py out/ppo.pt "What does a bee eat?" ["Another prompt" ...]
     python sample.py out/ppo.pt "What does a bee eat?" --trace
 
-Without a prompt, each line of standard input is a prompt. Instead of out/ppo.pt you can give the
-folder of a GPT-2 in the Hugging Face format. --trace shows the numbers of each token that do not
-depend on settings of PPO; the header of minippo.py explains them.
+Without a prompt, each line of standard input is a prompt. --trace shows the numbers of each token
+that do not depend on settings of PPO; the header of minippo.py explains them.
 """
 
 import sys
@@ -16,7 +15,6 @@ import torch
 
 from data.files import UserError, printable
 from minippo import evaluate_actions, generate, table, trace
-from plumbing.hf import read_gpt2
 from plumbing.models import load_checkpoint, load_models
 from plumbing.page import likely_tokens
 from plumbing.settings import models_folder, read_flags, script
@@ -35,14 +33,6 @@ class SampleConfig:
     def __post_init__(self):
         if not self.temperature > 0:
             raise ValueError(f"temperature ({self.temperature}): should be above 0")
-
-
-def load_policy(path):
-    """A checkpoint, or the folder of a GPT-2 -> policy, tokenizer."""
-    for name in ("ppo.pt", "sft.pt"):
-        if (Path(path) / name).exists():
-            raise UserError(f"{path}: the folder of a run; give a file in it, such as {name}")
-    return read_gpt2(path) if Path(path).is_dir() else load_checkpoint(path, ("ppo", "sft"))[:2]
 
 
 @torch.no_grad()
@@ -70,14 +60,14 @@ def main():
     config, (path, *texts) = read_flags(
         __doc__, SampleConfig, run=False, positional="CHECKPOINT PROMPT"
     )
-    if config.trace and Path(path).is_dir():
-        raise UserError(f"{path}: --trace needs a checkpoint, such as out/ppo.pt")
+    if Path(path).is_dir():
+        raise UserError(f"{path}: a folder; give a file in it, such as ppo.pt")
     if config.trace:
         config.models = models_folder(config, Path(path).parent)
         config.policy, config.device = path, "cpu"
         policy, ref, score, tokenizer = load_models(config)
     else:
-        policy, tokenizer = load_policy(path)
+        policy, tokenizer, _ = load_checkpoint(path, ["ppo", "sft"])
     torch.manual_seed(config.seed)
     status, longest = 0, policy.config.context - 1
     for text in texts or (line.rstrip("\r\n") for line in sys.stdin):

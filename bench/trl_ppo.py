@@ -69,7 +69,7 @@ def main():
     prompts = read_prompts(config.data, "train", tokenizer, policy.config.context)
     run = Run("ppo", config, policy, tokenizer, *adam(policy, config), data=prompts)
     for kind in ("sft", "rm"):
-        export(f"{config.models}/{kind}.pt", config.out / kind, overwrite=True)
+        export(f"{config.models}/{kind}.pt", config.out / kind)
     cap = load_checkpoint(config.models / "rm.pt", ["rm"])[0].cap.item()  # export() loses it
     trainer, theirs = make_trainer(config, prompts, cap=cap)
     trainer.train()

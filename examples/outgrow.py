@@ -40,7 +40,7 @@ def main():
     prompts = read_prompts(config.data, "train", tokenizer, policy.config.context)
     if process.is_main_process:
         run = Run("ppo", config, policy, tokenizer, *adam(policy, config), data=prompts)
-        export(config.models / "sft.pt", config.out / "sft", overwrite=True)
+        export(config.models / "sft.pt", config.out / "sft")
     process.wait_for_everyone()
 
     def reward(prompts, completion_ids, **_):

@@ -3,7 +3,6 @@
     python train_sft.py --init gpt2 ...              starts from GPT-2, or from a folder
     python -m plumbing.hf export out/ppo.pt FOLDER   the policy: GPT2LMHeadModel and its tokenizer
     python -m plumbing.hf export out/rm.pt FOLDER    GPT2ForSequenceClassification with one label
-    python sample.py FOLDER ...                      samples from such a policy, or any other GPT-2
 
 As in minippo, no text is encoded as the end token. A reward model's tokenizer appends it, because
 the score is read there, and encodes prompt and response separately if they are two arguments.
@@ -107,14 +106,11 @@ def write_tokenizer(tokenizer, folder, context, scorer):
 
 
 @torch.no_grad()
-def export(path, folder, overwrite=False):
+def export(path, folder):
     """Write a checkpoint in the Hugging Face format. A reward model gains a padding token and
     loses its score cap, which GPT2ForSequenceClassification cannot store."""
     transformers = import_transformers()
     model, tokenizer, _ = load_checkpoint(path, ("ppo", "sft", "rm"))
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    if any(Path(folder).iterdir()) and not overwrite:
-        raise UserError(f"{folder}: is not empty; give another folder")
     c, trunk, scorer = model.config, model.trunk, isinstance(model, RewardModel)
     config = transformers.GPT2Config(
         vocab_size=c.vocab_size,
@@ -152,6 +148,8 @@ def main():
     _, words = read_flags(__doc__, run=False, positional="export CHECKPOINT FOLDER")
     if len(words) != 3 or words[0] != "export":
         raise UserError("give three words: export CHECKPOINT FOLDER (-h explains them)")
+    if Path(words[2]).exists():
+        raise UserError(f"{words[2]}: already exists; give a new folder")
     export(*words[1:])
 
 

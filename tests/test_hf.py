@@ -96,8 +96,6 @@ def test_an_exported_policy_is_the_same_there_and_back(tmp_path):
     flags = "--init", out, "--data", data, "--out", tmp_path / "run", "--steps", 1
     status, said, error = run("train_sft.py", *CPU, *flags)
     assert (status, error) == (0, "") and " 1 cut at the end of the context" in said
-    words = TEXTS[0], "--max_new_tokens", 9, "--n", 3
-    assert run("sample.py", out, *words) == run("sample.py", tmp_path / "sft.pt", *words)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -153,11 +151,8 @@ def test_what_is_no_gpt2_is_refused(tmp_path, name, changes, says):
         hf.read_gpt2(out)
 
 
-def test_a_full_folder_and_what_holds_no_policy_are_refused(tmp_path):
+def test_what_holds_no_policy_is_refused(tmp_path):
     _, _, out = exported(tmp_path, "rm")
-    with pytest.raises(UserError, match="is not empty; give another folder"):
-        hf.export(tmp_path / "rm.pt", out)
-    hf.export(tmp_path / "rm.pt", out, overwrite=True)
     with pytest.raises(UserError, match="the last token should be <.endoftext"):
         hf.read_gpt2(out)
     with pytest.raises(UserError, match="could not be read .* give gpt2"):

@@ -46,12 +46,13 @@ ppo --reward test_settings:pairs -> a list of 8 numbers, none beyond 1,000,000, 
 ppo --reward test_settings:huge -> a list of 8 numbers, none beyond 1,000,000, not [1000
 sample.py -> required: CHECKPOINT PROMPT
 sample.py DIR/sft.pt a --temperature 0 -> temperature (0.0): should be above 0
-sample.py DIR a -> give a file in it, such as ... ppo.pt
+sample.py DIR a -> give a file in it, such as ppo.pt
 rm ppo.pt; sample.py DIR/ppo.pt a -> ppo.pt: not found; train_ppo.py makes it
 sample.py DIR/rm.pt a -> rm.pt: holds 'rm', not 'ppo' or 'sft'
 bench/results.py seed sums -> seed: should be among seeds,
 plumbing/hf.py import DIR/sft.pt DIR/new -> export CHECKPOINT FOLDER
 plumbing/hf.py export DIR/sft.pt -> export CHECKPOINT FOLDER
+plumbing/hf.py export DIR/sft.pt DIR/data -> data: already exists; give a new folder
 """
 
 
