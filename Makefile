@@ -8,7 +8,6 @@ help:
 	@echo "make run     the three scripts in order on the default data, then the report (writes out/); it resumes where it was stopped"
 	@echo "make test    the tests"
 	@echo "make mutants puts known bugs back, one at a time: each makes a test fail"
-	@echo "make bench   how long an iteration takes, beside TRL (needs make run first, and trl==1.12.0)"
 	@echo "make lint    ruff"
 	@echo "make check   lint, tests, mutants, and the three scripts on a tiny setting"
 	@echo "make clean   removes out/, the default data and the environment"
@@ -28,9 +27,6 @@ test: .venv/ready
 
 mutants: .venv/ready
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) -vv tests/mutants
-
-bench: .venv/ready
-	$(BIN)/python -m bench.speed
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -55,4 +51,4 @@ clean:
 	rm -rf out data/zoo .venv .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help run test mutants bench lint check scripts clean
+.PHONY: help run test mutants lint check scripts clean

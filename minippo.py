@@ -303,11 +303,10 @@ def draw(logits):
 
     Cut the interval from 0 to 1 into a piece for each token, as long as its probability. Draw a
     number u from the interval, and take the token whose piece contains u (*inverse transform
-    sampling*). This is torch.multinomial, written out.
+    sampling*). torch.multinomial draws from the same distribution.
     """
-    ends = logits.softmax(-1).cumsum(
-        -1, dtype=torch.float64
-    )  # of the pieces: (B, V), up to about 1
+    # The end of each piece: (B, V), the last at about 1
+    ends = logits.softmax(-1).cumsum(-1, dtype=torch.float64)
     if ends[:, -1].isnan().any():
         raise FloatingPointError("the logits are not finite: no token can be drawn from them")
     u = torch.rand(len(ends), 1, dtype=torch.float64, device=ends.device) * ends[:, -1:]
@@ -521,8 +520,9 @@ def whiten(x, mask):
 
     If scores, beta and values are multiplied by 10, the whitened advantages, and with them the
     policy loss, stay the same. (The value loss does not: scores with a standard deviation of about
-    1 are best.) The mean acts as one more baseline. Whitening hides the size of the advantages: those of nearly equal responses are
-    scaled up, noise included. Returns are never whitened: the values must learn their true size.
+    1 are best.) The mean acts as one more baseline. Whitening hides the size of the advantages:
+    those of nearly equal responses are scaled up, noise included. Returns are never whitened: the
+    values must learn their true size.
     """
     check_mask(mask, x)
     selected = x[mask]

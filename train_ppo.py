@@ -22,7 +22,7 @@ from plumbing.text import read_prompts
 class TrainConfig:  # read by the loop below, whatever the algorithm
     steps: int = 450  # iterations, each with a new batch, and epochs x minibatches gradient steps
     batch_size: int = 128  # responses per iteration
-    lr: float = 8e-4  # peak learning rate, falling to 0; the value head's is 30 times that (plumbing/run.py)
+    lr: float = 8e-4  # peak learning rate, falling to 0; the value head's is 30 times that
     warmup: int = 5  # iterations in which the rate climbs to its peak; at most a tenth of all
     adam_eps: float = 1e-4  # Adam's epsilon; weights with tiny, noisy gradients move less
     models: str = ""  # folder of sft.pt and rm.pt; if empty, --out or else the folder above it

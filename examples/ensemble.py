@@ -1,4 +1,4 @@
-"""Three reward models instead of one, against reward hacking: their mean, or the lowest score.
+"""Three reward models instead of one, against reward hacking: the lowest of their scores.
 
     for i in 1 2 3; do
         python train_rm.py --models out --out out/ensemble/$i --seed $i --resume || break
@@ -6,12 +6,8 @@
     python train_ppo.py --models out --out out/minimum --reward examples.ensemble:minimum
 
 PPO finds answers that a reward model scores too high. Models with different seeds err in different
-places (Coste et al., arXiv:2310.02743). Two ways to combine their scores r_i:
-
-    examples.ensemble:mean       1/m * sum of r_i(x, y)    an error of one counts 1/m
-    examples.ensemble:minimum    min of r_i(x, y)          high only where all agree
-
-All start from one SFT model and may share its errors (Eisenstein et al., arXiv:2312.09244).
+places, so the lowest score is high only where all agree (Coste et al., arXiv:2310.02743). All start
+from one SFT model and may share its errors (Eisenstein et al., arXiv:2312.09244).
 """
 
 import functools
@@ -23,21 +19,13 @@ from minippo import row_lengths
 from plumbing.models import fingerprint, load_checkpoint
 
 
-def mean(tokens, mask, config):
-    return scores(tokens, mask, config).mean(0)
-
-
 def minimum(tokens, mask, config):
-    return scores(tokens, mask, config).amin(0)
-
-
-mean.reads_tokens = minimum.reads_tokens = True  # not texts: see text_reward()
-
-
-def scores(tokens, mask, config):
-    """m reward models, B rows -> (m, B), each normalised by its train_rm.py."""
+    """B rows -> (B,), the lowest score of each. The models' scores have been normalised."""
     models = members(config.models, tokens.device)
-    return torch.stack([model(tokens, row_lengths(mask)) for model in models])
+    return torch.stack([model(tokens, row_lengths(mask)) for model in models]).amin(0)
+
+
+minimum.reads_tokens = True  # not texts: see text_reward()
 
 
 @functools.cache

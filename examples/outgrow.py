@@ -5,7 +5,7 @@ several processes.
 
 One process for each GPU; on several machines (--nnodes of torchrun) all must see --out. The flags
 and the report are those of variations/grpo.py, without --policy, --micro_batch, --resume,
---kl_target and --ref_update_every.
+--kl_target, --ref_update_every and --tensorboard.
 """
 
 from data.files import UserError
@@ -30,7 +30,7 @@ def main():
     process = PartialState(cpu=config.device == "cpu")
     config.device = str(process.device)  # each process has its own GPU
     B, M, processes = config.batch_size, config.minibatches, process.num_processes
-    wrong = "policy", "micro_batch", "resume", "kl_target", "ref_update_every"
+    wrong = "policy", "micro_batch", "resume", "kl_target", "ref_update_every", "tensorboard"
     if any(getattr(config, name) for name in wrong):
         raise UserError(f"{', '.join(wrong)} do not work here: leave them out")
     if B % config.k or B % (M * processes):

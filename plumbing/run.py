@@ -151,8 +151,7 @@ class Run:
                 self.models_before = None
                 if self.interrupted:
                     self.save()
-                    hint = "--resume goes on from there"
-                    raise KeyboardInterrupt(f"stopped; step {self.step} is saved, {hint}")
+                    raise KeyboardInterrupt(f"stopped; step {self.step} is saved, --resume goes on")
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)

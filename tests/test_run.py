@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import minippo
 from cli import metrics, stage
 from data.files import UserError, read_log
-import minippo
 import plumbing.report
 from minippo import GPT, GPTConfig, RewardModel
 from plumbing import models, run as run_module

@@ -267,12 +267,13 @@ def test_so_do_a_critic_and_rloo(made, tmp_path, script, flags, stage, algorithm
 
 
 def test_the_defaults_are_those_that_were_measured():
-    stages = RunConfig, train_sft.TrainConfig, train_rm.TrainConfig, train_ppo.TrainConfig
-    assert [[*vars(stage()).values()] for stage in stages] == [
+    stages = RunConfig, *(stage.TrainConfig for stage in (train_sft, train_rm, train_ppo))
+    assert [[*vars(stage()).values()] for stage in (*stages, train_ppo.Settings)] == [
         [Path("data/zoo"), Path("out"), "auto", 0, False, False, False],
         [1024, 128, 4, 4, 96, False, 1300, 12, 64, 16, 0.003, 20, 1.0, ""],
         [1950, 2, 64, 16, 0.001, 20, 1.0, 48, ""],
         [450, 128, 0.0008, 5, 0.0001, "", "", "", False, 0.0, 0],
+        [48, 1, 0, 1, 0.1, 1, 1, 4, 0, 1, 1, 1, True, 0.2, 0.2, 0.1, 0, 0, False],
     ]
 
 
