@@ -30,7 +30,7 @@ repeats four phases:
     reward model      SFT model, new head; trained, now frozen  one score per response
 
 A *score* rates a whole response; a *reward* belongs to one token (except in the traditional names
-*reward model* and rlhf_reward).
+*reward model*, rlhf_reward and --reward).
 
 Shapes: B rows in a batch, T columns, C channels, H attention heads, V tokens in the vocabulary, N
 response tokens.
@@ -75,8 +75,8 @@ from torch.nn.utils.rnn import pad_sequence
 # ------------------------------------------------------------
 # 1. The networks
 #
-# GPT-2 (Radford et al., 2019) without dropout, which would make sampling and update disagree about
-# log pi (section 5).
+# GPT-2 (Radford et al., 2019) without dropout, because dropout would make sampling and update
+# disagree about log pi (section 5).
 
 
 @dataclass
@@ -175,7 +175,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.trunk = Trunk(config)
-        self.value_trunk = None  # --separate_critic puts a Trunk here, for the value head to read
+        self.value_trunk = None  # or a Trunk of its own for the value head to read
         self.lm_head = nn.Linear(config.channels, config.vocab_size, bias=False)
         self.lm_head.weight = self.trunk.token_embedding.weight  # shared, as in GPT-2
         self.value_head = nn.Linear(config.channels, 1)
@@ -287,7 +287,7 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0, with_entropy=False):
         log_p = torch.log_softmax(logits / temperature, -1)
         entropy = -(log_p.exp() * log_p).sum(-1)  # E[-log p]
     blank = logits.new_zeros(mask.shape)
-    return [blank.masked_scatter(mask, x) for x in (logprobs, values, entropy)]
+    return [blank.masked_scatter(mask, x) for x in (logprobs, values, entropy)]  # to (B, T-1)
 
 
 # ------------------------------------------------------------
@@ -428,9 +428,9 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # Three estimates of the KL at one token, where d is log pi - log ref of the sampled token
 # (Schulman, "Approximating KL divergence"; on a first reading, k1 is enough):
 #
-#     k1 = d                   on average the KL, but often below 0     used in reward, metric
-#     k2 = d^2 / 2             its mean gradient is that of the KL      loss, an option (section 6)
-#     k3 = exp(-d) - 1 + d     on average the KL, and never below 0     metric
+#     k1 = d                  on average the KL, but often below 0   in the reward; metric kl
+#     k2 = d^2 / 2            its mean gradient is that of the KL    in the loss, with kl_loss_coef
+#     k3 = exp(-d) - 1 + d    on average the KL, and never below 0   metric kl_k3
 #
 # k3 is never below 0, because exp(x) >= 1 + x, and near 0 it varies less than k1. Its mean is the
 # KL, because E[exp(-d)] = E[ref / pi] = sum ref = 1.
@@ -466,17 +466,17 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 # constants, and a constant times E[grad log pi] is 0. So its grad log pi is multiplied by the
 # *return*: the sum of its own and all later rewards.
 #
-# Why does the KL go into the reward, and not into the loss? A token decides which states follow,
-# and with them the later KL. If the KL is a reward, the return of a token contains its own d and
-# all later ones. As a loss, k2 has the gradient d * grad log pi: it ignores the states that the
-# token leads to. As a loss, k1 would teach nothing: its gradient, grad log pi, has mean 0.
-#
 # The third change: a baseline. Any number that does not depend on the action may be subtracted from
 # the return: on average this changes nothing, because E[grad log pi] = 0. (Without a baseline,
 # scores that are all positive push up every response, good or bad.) PPO subtracts the *value* v, a
 # prediction of the return from this state. The difference is the *advantage* A. (Textbooks
 # write A = Q - V, where Q is the expected return once the action is chosen; reward + next value
 # estimates Q.) The value function is the *critic*, the policy the *actor*.
+#
+# Why does the KL go into the reward, and not into the loss? A token decides which states follow,
+# and with them the later KL. If the KL is a reward, the return of a token contains its own d and
+# all later ones. As a loss, k2 has the gradient d * grad log pi: it ignores the states that the
+# token leads to. As a loss, k1 would teach nothing: its gradient, grad log pi, has mean 0.
 
 
 def gae(rewards, values, mask, gamma, lam):
@@ -495,7 +495,7 @@ def gae(rewards, values, mask, gamma, lam):
     With lam = 1 the values in between cancel: A is the sampled return minus the value (*Monte
     Carlo*), unbiased, but noisy. lam = 0 gives only delta, which trusts the next value
     (*bootstrapping*): less noisy, but biased where the values are wrong. For responses of hundreds
-    of tokens, start with lam = 0.95: the noise of lam = 1 grows with the number of rewards.
+    of tokens, many start with lam = 0.95: the noise of lam = 1 grows with the number of rewards.
 
     With gamma below 1, later rewards count less. For text, gamma = 1 is usual: a long answer is
     worth no less than a short one. No reward follows the last action, so the value after it counts
@@ -674,8 +674,8 @@ def frozen_copy(model):
 
 @torch.no_grad()
 def score_responses(score, tokens, mask, config, eos):
-    """The scores minus penalties, and which responses ended by themselves: (B,) each.
-    For a reward model, score is `lambda tokens, mask: reward_model(tokens, row_lengths(mask))`."""
+    """score(tokens, mask) -> (B,), such as `reward_model(tokens, row_lengths(mask))`. Returns the
+    scores less the penalties, and which responses ended by themselves: (B,) each."""
     ended = tokens.gather(1, row_lengths(mask)[:, None] - 1).squeeze(1) == eos
     penalty = config.length_penalty * mask.sum(1) + config.missing_eos_penalty * ~ended
     return score(tokens, mask) - penalty, ended
@@ -756,7 +756,7 @@ def gradient_step(optimizer, max_grad_norm):
 
 
 def mean_stats(weighted):
-    """[(share, stats), ...] -> stats: the weighted means; of ratio_max, the maximum."""
+    """[(share, stats), ...] -> stats: the weighted means (for ratio_max: the maximum)."""
     means = {name: sum(share * x[name] for share, x in weighted) for name in weighted[0][1]}
     if "ratio_max" in means:
         means["ratio_max"] = max(x["ratio_max"] for _, x in weighted)
@@ -764,9 +764,9 @@ def mean_stats(weighted):
 
 
 def accumulate_gradient(loss_of, rows, micro_batch, count):
-    """backward() for the loss of some rows, at most micro_batch (0: all) at a time -> stats.
+    """loss_of(rows)[0].backward(), for at most micro_batch rows (0: all) at a time -> stats.
 
-    loss_of(rows) -> loss, stats: means over the tokens or pairs of the rows, count(rows) of them.
+    loss_of(rows) -> loss, stats: means over the count(rows) tokens, or pairs, in the rows.
     """
     weighted, size = [], micro_batch or len(rows)
     for i in range(0, len(rows), size):
@@ -833,7 +833,7 @@ def batch_metrics(batch, config):
 def trace(batch, row, spell):
     """One response as {title: list}: the numbers of the header's table, as far as the batch has
     them; the advantages are those used in the loss. spell: id -> text."""
-    x = {name: values[row] for name, values in batch.items()}
+    x = {name: numbers[row] for name, numbers in batch.items()}
     x["kl"] = x["old_logprobs"] - x["ref_logprobs"]
     titles = {"old_logprobs": "log pi", "ref_logprobs": "log ref", "kl": "KL", "rewards": "reward"}
     titles |= {"old_values": "value", "returns": "return", "advantages": "advantage"}

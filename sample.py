@@ -80,8 +80,9 @@ def main():
         print(printable(text[:400]))
         for _ in range(config.n):
             sampled = generate(policy, [prompt], config.max_new_tokens, config.temperature)
-            ids = sampled[0][0, 1:][sampled[1][0]].tolist()
-            print(" ", printable(tokenizer.decode(ids).strip()), flush=True)
+            tokens, mask, _, _ = sampled
+            response = tokenizer.decode(tokens[0, 1:][mask[0]].tolist())
+            print(" ", printable(response.strip()), flush=True)
             if config.trace:
                 print_trace(sampled, policy, ref, score, tokenizer, config.temperature)
     sys.exit(status)

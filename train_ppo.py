@@ -20,9 +20,9 @@ from plumbing.text import read_prompts
 
 @dataclass
 class TrainConfig:  # read by the loop below, whatever the algorithm
-    steps: int = 450  # iterations, each with a new batch, and epochs x minibatches gradient steps
+    steps: int = 450  # iterations: a new batch, then epochs x minibatches gradient steps
     batch_size: int = 128  # responses per iteration
-    lr: float = 8e-4  # peak learning rate, falling to 0; the value head's is 30 times that
+    lr: float = 8e-4  # peak learning rate, falling to 0; for a value head on the trunk, times 30
     warmup: int = 5  # iterations in which the rate climbs to its peak; at most a tenth of all
     adam_eps: float = 1e-4  # Adam's epsilon; weights with tiny, noisy gradients move less
     models: str = ""  # folder of sft.pt and rm.pt; if empty, --out or else the folder above it
@@ -49,7 +49,7 @@ def train(
     optimizer, schedule = adam(policy, config)
     run = Run("ppo", config, policy, tokenizer, optimizer, schedule, data=prompts, ref=ref)
     if run.step == 0:  # not resumed
-        check_start(policy, ref, score, prompts, config)  # stops if the ratio is not 1, or KL not 0
+        check_start(policy, ref, score, prompts, config)  # stops if sampling and update disagree
         center_values(policy, rollout(policy, ref, score, prompts[: config.batch_size], config))
 
     for step in run.steps():
@@ -60,7 +60,7 @@ def train(
         stats = ppo_update(policy, optimizer, batch, config, loss)  # phase 4
         stats |= batch_metrics(batch, config)
         schedule.step()
-        adapt_kl_coef(config, stats["kl"])  # with --kl_target
+        adapt_kl_coef(config, stats["kl"])  # changes config.kl_coef, with --kl_target
         if config.ref_update_every and (step + 1) % config.ref_update_every == 0:
             ref.load_state_dict(policy.state_dict(), strict=False)  # ref has no separate critic
         run.end_step(stats, batch)  # grades by the judge, logs, saves

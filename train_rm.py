@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from minippo import RewardModel, accumulate_gradient, gradient_step, reward_model_loss
 from plumbing.models import load_sft, set_score_scale
-from plumbing.run import Run, adam, limit_steps
+from plumbing.run import Run, adam, limited_steps
 from plumbing.settings import read_flags, script
 from plumbing.text import pad, read_ids, read_prompts, similar_batches
 
@@ -32,7 +32,7 @@ class TrainConfig:
 
 def pair_scores(model, pairs):
     """(prompt, chosen, rejected) as ids -> scores (B,) of the chosen and the rejected answers."""
-    rows = [prompt + answer for prompt, *answers in pairs for answer in answers]
+    rows = [x + y for x, chosen, rejected in pairs for y in (chosen, rejected)]
     tokens, lengths = pad(rows, model.score_head.weight.device)  # (2B, T), (2B,)
     scores = model(tokens, lengths).view(-1, 2)  # (2B,) -> (B, 2)
     return scores[:, 0], scores[:, 1]
@@ -46,7 +46,7 @@ def train():
     val_pairs = read_ids(config.data, "pref", "val", tokenizer, sft.config.context)
     prompts = read_prompts(config.data, "train", tokenizer, sft.config.context)  # for the scale
     model = RewardModel(sft).to(config.device)
-    limit_steps(config, len(pairs))  # at most config.epochs passes over the pairs
+    config.steps = limited_steps(config, len(pairs))  # at most config.epochs passes over the pairs
     batches = similar_batches(pairs, config.batch_size, config.seed)  # of similar length
     optimizer, schedule = adam(model, config)
 
@@ -56,7 +56,7 @@ def train():
     data, validation = (pairs, val_pairs, prompts), (val_pairs, loss_of, len)
     run = Run("rm", config, model, tokenizer, optimizer, schedule, data, validation=validation)
     for _ in run.steps():
-        (batch,) = run.batch(batches, 1)
+        batch = run.batch(batches, 1)[0]
         optimizer.zero_grad()
         stats = accumulate_gradient(loss_of, batch, config.micro_batch, len)
         stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)

@@ -13,7 +13,7 @@ from data.rows import read_rows
 from data.zoo import ensure_data
 from minippo import GPTConfig, accumulate_gradient, evaluate_actions, gradient_step, masked_mean
 from plumbing.models import new_model
-from plumbing.run import Run, adam, limit_steps
+from plumbing.run import Run, adam, limited_steps
 from plumbing.settings import read_flags, script
 from plumbing.text import by_length, count_tokens, encode_rows, pad_completions
 
@@ -41,18 +41,18 @@ def sft_loss(model, rows):
 @script  # a user's mistake ends it with one line, not a traceback
 def train():
     config = read_flags(__doc__, TrainConfig)  # and --data, --out, --device, --seed, ...
-    ensure_data(config.data)  # makes the default data, data/zoo, if they are not there
+    ensure_data(config.data)  # makes the default data, data/zoo, if it is missing
     texts = read_rows(config.data, "sft", "train")
     model, tokenizer = new_model(config, texts)  # learns a vocabulary from the texts
     rows = encode_rows(texts, tokenizer, model.config.context)  # ids, with end tokens
     val_rows = encode_rows(read_rows(config.data, "sft", "val"), tokenizer, model.config.context)
-    limit_steps(config, len(rows))  # at most config.epochs passes over the rows
+    config.steps = limited_steps(config, len(rows))  # at most config.epochs passes over the rows
     optimizer, schedule = adam(model, config)
 
     def loss_of(rows):
         return sft_loss(model, rows)
 
-    # Run draws batches, validates, logs and saves. data: --resume checks that they are the same
+    # Run draws batches, validates, logs and saves. Of data it keeps a hash, for --resume
     data, validation = (rows, val_rows), (val_rows, loss_of, count_tokens)
     run = Run("sft", config, model, tokenizer, optimizer, schedule, data, validation=validation)
     for _ in run.steps():

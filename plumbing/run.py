@@ -26,12 +26,12 @@ SAVE_SECONDS, SHOW_SECONDS = 30, 4  # between two saves; between two lines on th
 VALIDATIONS, VALIDATION_ROWS = 10, 1000  # validations per run; rows per validation
 
 
-def limit_steps(config, rows):
-    """Limit the steps to config.epochs passes over so many rows, and say so."""
+def limited_steps(config, rows):
+    """-> config.steps, or fewer if config.epochs passes over so many rows take fewer."""
     steps = math.ceil(config.epochs * rows / config.batch_size)
     if steps < config.steps:
         print(f"{steps:,} steps, not {config.steps:,}: --epochs {config.epochs} of {rows:,} rows")
-        config.steps = steps
+    return min(steps, config.steps)
 
 
 def adam(model, config):
