@@ -120,7 +120,7 @@ def row_of_seed(data, seed):
     log = hf.train(policy, prompts, score, config, lr=1e-4, head_lr=3e-4, steps=60, batch_size=48)
     look("after")
     row["kl"] = statistics.fmean(line["kl"] for line in log[-5:])
-    row["peak, GB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # on Linux
+    row["peak, GB"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6  # on Linux, so far
     return row
 
 

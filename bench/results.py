@@ -50,7 +50,7 @@ TABLES = {  # name of a row: how its policy is trained, by train_ppo.py if no sc
         "lam = 0": "--lam 0",
         "gamma = 0.95": "--gamma 0.95",
         "length penalty 0.05": "--length_penalty 0.05",
-        "KL in the loss": "--kl_coef 0 --kl_loss_coef 0.2",
+        "KL in the loss, 0.2": "--kl_coef 0 --kl_loss_coef 0.2",
         "beta = 0.03": "--kl_coef 0.03",
         "beta = 0.3": "--kl_coef 0.3",
         "beta = 0": "--kl_coef 0",
@@ -71,7 +71,7 @@ TABLES = {  # name of a row: how its policy is trained, by train_ppo.py if no sc
     "equals": {
         "default": "",
         "no value function": "--vf_coef 0",
-        "an entropy bonus": "--entropy_coef 0.03",
+        "an entropy bonus, 0.03": "--entropy_coef 0.03",
         "Adam's epsilon 1e-8": "--adam_eps 1e-8",
     },
     "neighbours": {  # with what a search on seed 0 found
@@ -257,7 +257,7 @@ def settings(folders):
 
 
 def sums(folders):
-    """The score is the share of right sums, among those that no stage saw."""
+    """The score is the share of right sums, among those not trained on."""
     rows = {"SFT": over_seeds([report(out)["sft"] for out in folders["PPO"]])}
     for name, outs in folders.items():
         rows[name] = over_seeds([report(out)["policy"] for out in outs])

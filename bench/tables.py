@@ -2,8 +2,8 @@
 
     python -m bench.tables      writes the tables into RESULTS.md
 
-results.json is {section: {name: figures}}, with four digits. A figure is a number or [mean,
-standard error]. The section "made" says of which commit and machine each of the others is. In
+results.json is {section: {name: figures}}, with four digits. A figure is a number, [mean, standard
+error] or flags. The section "made" says of which commit and machine each of the others is. In
 RESULTS.md a table stands between <!-- section --> and <!-- /section -->.
 """
 

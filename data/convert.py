@@ -3,11 +3,11 @@ ends in .csv, a table with a header line.
 
     python -m data.convert FILE --out FOLDER and one of
 
-    --prompt question --completion answer             demonstrations: sft files
-    --prompt question --chosen good --rejected bad    pairs: pref files
-    --prompt question                                 prompts files
-    --messages messages                               chats: sft files
-    --chosen good --rejected bad                      pairs of chats: pref files
+    --prompt question --completion answer             demonstrations: an sft file
+    --prompt question --chosen good --rejected bad    pairs: a pref file
+    --prompt question                                 a prompts file
+    --messages messages                               chats: an sft file
+    --chosen good --rejected bad                      pairs of chats: a pref file
 
 A flag names a key of the objects, or a column. "input" and "label" may change what a row means, so
 a file in which they are not empty is refused.

@@ -37,7 +37,7 @@ def held_out(prompts):
 
 def load_rows(path, task):
     """A file of "sft", "pref" or "prompts" -> a tuple of strings per row. Other keys are ignored.
-    UserError names a line in which a key is missing or not a string."""
+    UserError names a line in which a key is missing or not a string, or "label" is false."""
     keys, rows = KEYS[task], []
     wanted = f"expected one JSON object per line with {', '.join(keys)} as strings"
     for number, row in parse_lines(path, read_text(path)).items():

@@ -37,7 +37,7 @@ def read_flags(doc, *classes, run=True, positional="", **defaults):
     Each field is a flag, `--name value`, and the comment behind the field is its help text; a bool
     that is true by default is `--no_name`. No number may be below 0, and no integer below 1 unless
     its default is 0 (or it is the warm-up). `positional` names the arguments that are not flags;
-    then a list of them is returned too, second.
+    then a list of them is returned too.
     """
     bases = (*classes, RunConfig) if run else classes
     settings = dataclasses.make_dataclass("Settings", [], bases=bases)

@@ -17,7 +17,7 @@ from data.files import UserError
 from data.rows import read_rows
 from minippo import response_mask
 
-# How GPT-2 cuts text into words before any merging; no token ever spans two of these. (999: tiktoken
+# How GPT-2 cuts text into words before any merging; no token spans two of these. (999: tiktoken
 # fails at a million spaces.)
 WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s{1,999}(?!\S)|\s{1,999}"
 LONGEST_WORD = 64  # characters
