@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from types import SimpleNamespace
 
 import torch
@@ -91,6 +92,7 @@ TABLES = {  # name of a row: how its policy is trained, by train_ppo.py if no sc
 }
 ADDED_FLAGS = dict.fromkeys(("passes", "equals", "neighbours"), "--steps 200") | {"sums": REWARD}
 PATHS = "beta = 0.03", "default", "beta = 0.3", HACKED  # for the pictures
+WINDOWS = *range(0, 100, 10), *range(100, 451, 50)  # of iterations; most happens in the first
 BETAS = 0.03, 0.06, 0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0  # of the best policies
 COLUMNS = "judge", "score", "optimality", "kl", "distinct"
 FEW = "judge", "optimality", "kl"
@@ -224,11 +226,11 @@ def jumps(kl):
 
 
 def path_of(outs):
-    """Means over the seeds and over every twenty iterations."""
+    """Means over the seeds and over the iterations of each window."""
     logs, path = [log(out) for out in outs], {"kl": [], "score": [], "judge": []}
-    for i in range(0, len(logs[0]), 20):
+    for start, end in pairwise(WINDOWS):
         for name, means in path.items():
-            values = [line[name] for lines in logs for line in lines[i : i + 20]]
+            values = [line[name] for lines in logs for line in lines[start:end]]
             means.append(statistics.fmean(values))
     return path
 

@@ -100,7 +100,7 @@ def test_figures_by_hand(tmp_path, monkeypatch):
         rows = {part: figures(x + i) for i, part in enumerate(parts)}
         rows["unseen"]["optimality_se"] = 0.5
         report = {**rows, "best_of_n": rows, "suspects": {"count": 9}}
-        log = [{"kl": x + i, "score": 2 * i, "judge": -i} for i in range(110)]
+        log = [{"kl": x + i, "score": 2 * i, "judge": -i} for i in range(450)]
         write_jsonl(tmp_path / f"{x}/measured/report.json", [report])
         write_jsonl(tmp_path / f"{x}/ppo.jsonl", log)
         return tmp_path / f"{x}"
@@ -114,7 +114,7 @@ def test_figures_by_hand(tmp_path, monkeypatch):
     systems = {name: figures([x, 1]) for name, x in zip(names, (1, 3, 5, 6, 7, 8))}
     systems["the optimum at beta = 0.1"] = {"kl": [0.5, 0.5], "optimality": 1}
     assert found["systems"] == systems and found["optima"] == {"0.2": {}}
-    row = [[4, None], [4, None], [5, None], [6, 0.5], 9, 10]
+    row = [[4, None], [4, None], [5, None], [6, 0.5], 9, 350]
     assert [*found["seeds"]["1"].values()] == row
 
     runs = {x: [folder(i), folder(i + 2)] for i, x in enumerate(results.TABLES["settings"])}
@@ -124,7 +124,8 @@ def test_figures_by_hand(tmp_path, monkeypatch):
         assert row == figures([i + 3, 1]) | gain
     assert found["paths"].keys() == tables.load()["paths"].keys()
     path = found["paths"]["beta = 0.1"]
-    assert [path[x][:2] for x in path] == [[10.5, 30.5], [19, 59], [-9.5, -29.5]]
+    ends = [(path[x][0], path[x][9], path[x][-1]) for x in path]
+    assert ends == [(5.5, 95.5, 425.5), (9, 189, 849), (-4.5, -94.5, -424.5)]
     found = results.sums({"PPO": [folder(0), folder(2)]})["sums"]
     assert found == {"SFT": figures([1, 1]), "PPO": figures([3, 1])}
 
