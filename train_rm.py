@@ -8,68 +8,110 @@ of the chosen answer - score of the rejected one). Writes out/rm.pt, after setti
 scores: on answers of the SFT model they have mean 0 and standard deviation 1.
 """
 
+import math
+from collections import Counter
 from dataclasses import dataclass
 
-from minippo import RewardModel, accumulate_gradient, gradient_step, reward_model_loss
-from plumbing.models import load_sft, set_score_scale
-from plumbing.run import Run, adam, limited_steps
-from plumbing.settings import read_flags, script
-from plumbing.text import pad, read_ids, read_prompts, similar_batches
+import torch
+
+from minippo import RewardModel, generate, gradient_step, reward_model_loss, row_lengths, set_lr
+from plumbing.files import Record
+from plumbing.models import load_sft, save_checkpoint
+from plumbing.settings import RunConfig, run_script
+from plumbing.text import chunks, pad, read_ids, read_prompts, similar_batches
 
 
 @dataclass
-class TrainConfig:
-    steps: int = 1950  # gradient steps; fewer if the next setting allows fewer
-    epochs: int = 2  # limits the steps to this many passes over the pairs
+class Config(RunConfig):
+    models: str = ""  # folder of sft.pt; if empty, --out or the folder above it
+    steps: int = 1950  # gradient steps; fewer if `epochs` allows fewer
+    epochs: int = 2  # passes over the pairs, at most
     batch_size: int = 64  # pairs per step
     micro_batch: int = 16  # pairs in memory at once
-    lr: float = 1e-3  # peak learning rate of Adam; falls linearly to 0
-    warmup: int = 20  # steps in which the rate climbs to its peak; at most a tenth of all
+    lr: float = 1e-3  # peak of the learning rate, which then falls linearly to 0
+    warmup: int = 20  # steps in which it climbs to its peak; at most a tenth of all
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
-    max_new_tokens: int = 48  # longest answer sampled to set the scale of the scores; as in PPO
-    models: str = ""  # folder of sft.pt; if empty, --out or the folder above it
+    answers: int = 2048  # of the SFT model, sampled to set the scale of the scores
+    max_new_tokens: int = 48  # longest of these answers, in tokens; give PPO's
+    temperature: float = 1.0  # at which they are sampled; give PPO's
+
+    def __post_init__(self):
+        self.at_least_1("steps", "epochs", "batch_size", "micro_batch", "answers", "max_new_tokens")
 
 
-def pair_scores(model, pairs):
-    """(prompt, chosen, rejected) as ids -> scores (B,) of the chosen and the rejected answers."""
-    rows = [x + y for x, chosen, rejected in pairs for y in (chosen, rejected)]
-    tokens, lengths = pad(rows, model.score_head.weight.device)  # (2B, T), (2B,)
-    scores = model(tokens, lengths).view(-1, 2)  # (2B,) -> (B, 2)
-    return scores[:, 0], scores[:, 1]
+def scores_of(model, pairs, device):
+    """(prompt, chosen, rejected) as ids -> scores of chosen and rejected answers, (B, 2)."""
+    rows = [prompt + answer for prompt, *answers in pairs for answer in answers]
+    tokens, lengths = pad(rows, device)  # (2B, T), (2B,)
+    return model(tokens, lengths).view(-1, 2)
 
 
-@script
-def train():
-    config = read_flags(__doc__, TrainConfig)  # and --data, --out, --device, --seed, ...
-    sft, tokenizer = load_sft(config)
-    pairs = read_ids(config.data, "pref", "train", tokenizer, sft.config.context)
-    val_pairs = read_ids(config.data, "pref", "val", tokenizer, sft.config.context)
-    prompts = read_prompts(config.data, "train", tokenizer, sft.config.context)  # for the scale
-    model = RewardModel(sft).to(config.device)
-    config.steps = limited_steps(config, len(pairs))  # at most config.epochs passes over the pairs
-    batches = similar_batches(pairs, config.batch_size, config.seed)  # of similar length
-    optimizer, schedule = adam(model, config)
+@torch.no_grad()
+def validation(model, pairs, config, device):
+    pieces = [scores_of(model, piece, device) for piece in chunks(pairs, config.micro_batch)]
+    _, stats = reward_model_loss(*torch.cat(pieces).unbind(1))
+    return {f"val_{name}": mean for name, mean in stats.items()}
 
-    def loss_of(pairs):
-        return reward_model_loss(*pair_scores(model, pairs))
 
-    data, validation = (pairs, val_pairs, prompts), (val_pairs, loss_of, len)
-    run = Run("rm", config, model, tokenizer, optimizer, schedule, data, validation=validation)
-    for _ in run.steps():
-        batch = run.batch(batches, 1)[0]
+@torch.no_grad()
+def set_score_scale(reward_model, sft, prompts, config):
+    """Shift and scale the scores, so that the SFT model's own answers have mean 0 and standard
+    deviation 1; and cap them at what one in a hundred of these exceeds."""
+    print(f"       scoring {config.answers:,} answers of the SFT model, to set the scale")
+    prompts = sorted((prompts[i % len(prompts)] for i in range(config.answers)), key=len)
+    scores = []
+    for piece in chunks(prompts, 256):
+        tokens, mask = generate(sft, piece, config.max_new_tokens, config.temperature)
+        scores.append(reward_model(tokens, row_lengths(mask)))
+    scores = torch.cat(scores)
+    reward_model.mean.copy_(scores.mean())
+    reward_model.std.copy_(scores.std().clamp(min=1e-6))
+    reward_model.cap.copy_((scores.quantile(0.99) - scores.mean()) / reward_model.std)
+
+
+def train(config):
+    device = config.prepare("rm")  # sets the seed
+    sft, tokenizer, sft_fingerprint = load_sft(config, device)
+    context = sft.config.context
+    pairs = read_ids(config.data, "pref", "train", tokenizer, context)
+    val_pairs = read_ids(config.data, "pref", "val", tokenizer, context)
+    prompts = read_prompts(config.data, "train", tokenizer, context, config.max_new_tokens)
+    steps = min(config.steps, math.ceil(config.epochs * len(pairs) / config.batch_size))
+    batches = similar_batches(pairs, steps, config.batch_size, config.seed)  # of similar length
+
+    model = RewardModel(sft).to(device).train()
+    groups = [{"params": model.parameters(), "peak": config.lr}]
+    # With 0.99, Adam forgets a gradient after some hundred steps: runs are short.
+    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
+    facts = {"pairs": len(pairs), "prompts": len(prompts), "sft": sft_fingerprint}
+    record = Record(config, "rm", steps, {"model": model, "optimizer": optimizer}, **facts)
+
+    for step in range(record.step, steps):
+        set_lr(optimizer, step, steps, config.warmup)
+        batch = batches[step]
+        stats = Counter()
         optimizer.zero_grad()
-        stats = accumulate_gradient(loss_of, batch, config.micro_batch, len)
+        for piece in chunks(batch, config.micro_batch):
+            share = len(piece) / len(batch)
+            loss, piece_stats = reward_model_loss(*scores_of(model, piece, device).unbind(1))
+            (share * loss).backward()
+            for name, mean in piece_stats.items():
+                stats[name] += share * mean
         stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
-        schedule.step()
-        run.end_step(stats)  # validates now and then, and keeps the best weights
+        stats["lr"] = optimizer.param_groups[0]["lr"]
+        if (step + 1) % max(1, steps // 10) == 0:
+            stats |= validation(model, val_pairs[:1000], config, device)
+        tokens = sum(len(ids) for pair in batch for ids in pair)
+        record.log(step + 1, stats, tokens, ["loss", "accuracy", "val_loss", "val_accuracy"])
+        record.save_if_due(step + 1)
 
-    metrics = run.load_best()  # the weights with the lowest val_loss; metrics on all val_pairs
-    set_score_scale(model, sft, prompts, config)  # sets mean, std and cap by scores of SFT answers
-    run.finish(**metrics)
-    accuracy = metrics["val_accuracy"]
-    standard_error = (accuracy * (1 - accuracy) / len(val_pairs)) ** 0.5
-    print(f"{100 * accuracy:.1f} % ± {100 * standard_error:.1f} of the validation pairs right")
+    model.eval()
+    stats = validation(model, val_pairs, config, device)
+    torch.manual_seed(config.seed)
+    set_score_scale(model, sft, prompts, config)
+    save_checkpoint(config.out / "rm.pt", "rm", model, tokenizer, sft=sft_fingerprint, **stats)
+    print(f"{100 * stats['val_accuracy']:.1f}% of {len(val_pairs):,} validation pairs right")
 
 
 if __name__ == "__main__":
-    train()
+    run_script(train, Config, __doc__)

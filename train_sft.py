@@ -7,66 +7,98 @@ The files hold rows {"prompt": ..., "completion": ...}. The loss is the cross-en
 completion, its end token included, given the prompt. Writes out/sft.pt.
 """
 
+import math
 from dataclasses import dataclass
+
+import torch
 
 from data.rows import read_rows
 from data.zoo import ensure_data
-from minippo import GPTConfig, accumulate_gradient, evaluate_actions, gradient_step, masked_mean
-from plumbing.models import new_model
-from plumbing.run import Run, adam, limited_steps
-from plumbing.settings import read_flags, script
-from plumbing.text import by_length, count_tokens, encode_rows, pad_completions
+from minippo import GPT, GPTConfig, evaluate_actions, gradient_step, set_lr
+from plumbing.files import Record
+from plumbing.gpt2 import read_gpt2
+from plumbing.models import save_checkpoint
+from plumbing.settings import RunConfig, run_script
+from plumbing.text import Tokenizer, batch_of, encode_rows, padded_pieces
 
 
 @dataclass
-class TrainConfig(GPTConfig):  # GPTConfig, in minippo.py: the size of the model
-    steps: int = 1300  # gradient steps; fewer if the next setting allows fewer
-    epochs: int = 12  # limits the steps to this many passes over the rows
+class Config(GPTConfig, RunConfig):
+    init: str = ""  # start from gpt2, gpt2-medium, -large, -xl or a folder with such a model
+    steps: int = 1300  # gradient steps; fewer if `epochs` allows fewer
+    epochs: int = 12  # passes over the rows, at most
     batch_size: int = 64  # rows per step
     micro_batch: int = 16  # rows in memory at once
-    lr: float = 3e-3  # peak learning rate of Adam; falls linearly to 0
-    warmup: int = 20  # steps in which the rate climbs to its peak; at most a tenth of all
+    lr: float = 3e-3  # peak of the learning rate, which then falls linearly to 0
+    warmup: int = 20  # steps in which it climbs to its peak; at most a tenth of all
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
-    init: str = ""  # start from gpt2, gpt2-medium, -large, -xl or a folder with such a model
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.at_least_1("steps", "epochs", "batch_size", "micro_batch")
 
 
-def sft_loss(model, rows):
-    """(prompt, completion) as ids -> the mean of -log pi over the completions' tokens, stats."""
-    tokens, mask = pad_completions(rows, model.lm_head.weight.device)
-    logprobs, _, _ = evaluate_actions(model, tokens, mask)
-    loss = -masked_mean(logprobs, mask)
-    return loss, {"loss": loss.item()}
+def new_model(config, rows):
+    """-> a GPT with random weights and a vocabulary learned from the rows; or GPT-2."""
+    if config.init:
+        return read_gpt2(config.init, config.bfloat16)
+    texts = [row[name] for row in rows for name in ("prompt", "completion")]
+    tokenizer = Tokenizer.train(texts, config.vocab_size)
+    size = config.context, config.layers, config.heads, config.channels, config.bfloat16
+    return GPT(GPTConfig(tokenizer.vocab_size, *size)), tokenizer
 
 
-@script  # a user's mistake ends it with one line, not a traceback
-def train():
-    config = read_flags(__doc__, TrainConfig)  # and --data, --out, --device, --seed, ...
-    ensure_data(config.data)  # makes the default data, data/zoo, if it is missing
+@torch.no_grad()
+def validation_loss(model, rows, config, device):
+    """The mean of -log pi over the tokens of the completions."""
+    total, count = 0.0, 0
+    for tokens, mask in padded_pieces(rows, config.micro_batch, device):
+        logprobs, _ = evaluate_actions(model, tokens, mask)
+        total -= logprobs.sum().item()
+        count += mask.sum().item()
+    return total / count
+
+
+def train(config):
+    device = config.prepare("sft")  # sets the seed
+    ensure_data(config.data)
     texts = read_rows(config.data, "sft", "train")
-    model, tokenizer = new_model(config, texts)  # learns a vocabulary from the texts
-    rows = encode_rows(texts, tokenizer, model.config.context)  # ids, with end tokens
-    val_rows = encode_rows(read_rows(config.data, "sft", "val"), tokenizer, model.config.context)
-    config.steps = limited_steps(config, len(rows))  # at most config.epochs passes over the rows
-    optimizer, schedule = adam(model, config)
+    val_texts = read_rows(config.data, "sft", "val")
+    model, tokenizer = new_model(config, texts)
+    model.to(device).train()
+    context = model.config.context
+    rows = encode_rows(texts, ["completion"], tokenizer, context)  # (prompt, completion) as ids
+    val_rows = encode_rows(val_texts, ["completion"], tokenizer, context)
+    steps = min(config.steps, math.ceil(config.epochs * len(rows) / config.batch_size))
 
-    def loss_of(rows):
-        return sft_loss(model, rows)
+    groups = [{"params": model.parameters(), "peak": config.lr}]
+    # With 0.99, Adam forgets a gradient after some hundred steps: runs are short.
+    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
+    facts = {"rows": len(rows), "vocabulary": tokenizer.fingerprint()}
+    record = Record(config, "sft", steps, {"model": model, "optimizer": optimizer}, **facts)
 
-    # Run draws batches, validates, logs and saves. Of data it keeps a hash, for --resume
-    data, validation = (rows, val_rows), (val_rows, loss_of, count_tokens)
-    run = Run("sft", config, model, tokenizer, optimizer, schedule, data, validation=validation)
-    for _ in run.steps():
-        batch = by_length(run.batch(rows, config.batch_size))  # micro-batches need little padding
+    for step in range(record.step, steps):
+        set_lr(optimizer, step, steps, config.warmup)
+        batch = batch_of(rows, step, config.batch_size, config.seed)
+        N = sum(len(completion) for _, completion in batch)  # tokens
+        loss = 0.0
         optimizer.zero_grad()
-        stats = accumulate_gradient(loss_of, batch, config.micro_batch, count_tokens)
-        stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
-        schedule.step()
-        run.end_step(stats)  # validates now and then, and keeps the best weights
+        for tokens, mask in padded_pieces(batch, config.micro_batch, device):
+            logprobs, _ = evaluate_actions(model, tokens, mask)
+            piece_loss = -logprobs.sum() / N
+            piece_loss.backward()
+            loss += piece_loss.item()
+        stats = {"loss": loss, "grad_norm": gradient_step(optimizer, config.max_grad_norm)}
+        stats["lr"] = optimizer.param_groups[0]["lr"]
+        if (step + 1) % max(1, steps // 10) == 0:
+            stats["val_loss"] = validation_loss(model, val_rows[:1000], config, device)
+        record.log(step + 1, stats, N, show=["loss", "val_loss"])
+        record.save_if_due(step + 1)
 
-    metrics = run.load_best()  # the weights with the lowest val_loss; metrics on all val_rows
-    run.finish(**metrics)
-    print(f"validation loss {metrics['val_loss']:.4f} nats/token")
+    loss = validation_loss(model, val_rows, config, device)
+    save_checkpoint(config.out / "sft.pt", "sft", model, tokenizer, val_loss=loss)
+    print(f"validation loss {loss:.4f} nats per token")
 
 
 if __name__ == "__main__":
-    train()
+    run_script(train, Config, __doc__)

@@ -1,1 +1,1 @@
-"""What makes the numbers and plots of README.md and RESULTS.md; loop.svg and clip.svg are drawn by hand."""
+"""Makes the tables of RESULTS.md: run.py trains and evaluates, fill.py writes the tables."""

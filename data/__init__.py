@@ -1,1 +1,1 @@
-"""The default data and its judge, the row format, converters, files."""
+"""The default data set with its judge, and the rows of a data folder."""

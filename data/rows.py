@@ -1,94 +1,92 @@
 """The rows of a data folder: JSON lines with TRL's column names.
 
-    sft_train.jsonl, sft_val.jsonl            prompt, completion
-    pref_train.jsonl, pref_val.jsonl          prompt, chosen, rejected
-    prompts_train.jsonl, prompts_val.jsonl    prompt
-
-Without a val file, some prompts of the train file are held out. Without sft files the chosen
-answers serve, without prompts files the prompts of the pairs or of the demonstrations.
+Without a val file, one prompt in twenty is held out. Without sft files, the chosen answers are
+used. Without prompts files, those of the pairs or demonstrations are used, each once.
 """
 
-import hashlib
 import json
+from hashlib import sha256
+from pathlib import Path
 
-from data.files import UserError, parse_lines, read_text, write_jsonl
-
-KEYS = {
-    "sft": ("prompt", "completion"),
-    "pref": ("prompt", "chosen", "rejected"),
-    "prompts": ("prompt",),
+COLUMNS = {
+    "sft": ["prompt", "completion"],
+    "pref": ["prompt", "chosen", "rejected"],
+    "prompts": ["prompt"],
 }
-SUBSTITUTES = {"sft": ["pref"], "pref": [], "prompts": ["pref", "sft"]}
-HELD_OUT = 0.05  # share of the prompts
+HINT = "write one JSON object on each line in UTF-8; docs/manual.md shows how to convert chats"
+
+
+class UserError(ValueError):
+    """A mistake in what the user gave. Scripts print it in one line."""
+
+
+def unique(pairs):
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a key occurs twice")
+    return dict(pairs)
+
+
+def parse(line, columns):
+    row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=unique)
+    if not isinstance(row, dict):
+        raise ValueError("not an object")
+    for column in columns:
+        if not isinstance(row.get(column), str):
+            raise ValueError(f"{column!r} is no string")
+    if columns and row.get("label") in (False, 0):
+        raise ValueError('"label" is false: leave the row out')
+    return row
+
+
+def read_jsonl(path, columns=()):
+    """Returns the rows. These columns must be strings."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}")
+    if data.startswith((b"\x1f\x8b", b"PK\3\4", b"\x28\xb5\x2f\xfd")):  # gzip, zip, zstd
+        raise UserError(f"{path}: compressed; unpack it")
+    rows = []
+    for number, line in enumerate(data.split(b"\n"), 1):
+        try:
+            if line.strip():
+                rows.append(parse(line, columns))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}, line {number}: {error}; {HINT}")
+    return rows
+
+
+def write_jsonl(path, rows):
+    """Lone surrogates, which UTF-8 cannot hold, become escapes."""
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_bytes(text.encode(errors="backslashreplace"))
 
 
 def held_out(prompts):
-    """-> the set of those to validate on. A hash decides, so they are the same in every file, in
-    any order. Of two prompts or more, at least one is held out and at least one is not."""
-
-    def place(prompt):  # from 0 to 1
-        digest = hashlib.sha256(prompt.encode(errors="replace")).digest()
-        return int.from_bytes(digest[:8], "big") / 2**64
-
-    places = sorted((place(x), x) for x in set(prompts))
-    n = max(1, sum(at < HELD_OUT for at, _ in places))
-    return {prompt for _, prompt in places[: min(n, len(places) - 1)]}
-
-
-def load_rows(path, task):
-    """A file of "sft", "pref" or "prompts" -> a tuple of strings per row. Other keys are ignored.
-    UserError names a line in which a key is missing or not a string, or "label" is false."""
-    keys, rows = KEYS[task], []
-    wanted = f"expected one JSON object per line with {', '.join(keys)} as strings"
-    for number, row in parse_lines(path, read_text(path)).items():
-        where = f"{path}, line {number}"
-        for key in keys:
-            value = row.get(key) if isinstance(row, dict) else None
-            if not isinstance(value, str):
-                hint = "python -m data.convert makes such files"
-                raise UserError(f"{where}: {key!r} is {json.dumps(value)[:40]}; {wanted}; {hint}")
-        if row.get("label") in (False, 0):
-            raise UserError(f'{where}: "label" is false: leave out bad examples, or the key')
-        rows.append(tuple(row[key] for key in keys))
-    if not rows:
-        raise UserError(f"{path}: no rows; {wanted}")
-    return rows
+    """Returns the prompts to validate on, chosen by hash, never all."""
+    places = sorted((sha256(x.encode(errors="replace")).hexdigest(), x) for x in set(prompts))
+    count = sum(int(place, 16) < 16**64 / 20 for place, _ in places)
+    return {x for _, x in places[:-1][: max(1, count)]}
 
 
 def read_rows(folder, task, split):
-    """The rows of a data folder for "sft", "pref" or "prompts", and "train" or "val", as tuples of
-    strings; says what it read."""
-    train, val = (folder / f"{task}_{part}.jsonl" for part in ("train", "val"))
-    path = val if split == "val" and val.exists() else train
-    if not path.exists():
-        return substitute(folder, task, split, train)
-    rows, note = load_rows(path, task), ""
+    """Returns the rows of a task for "train" or "val"."""
+    sources = ["pref"] if task == "pref" else [task, "pref", "sft"]
+    source = next((x for x in sources if any(folder.glob(f"{x}_*.jsonl"))), task)
+    val = folder / f"{source}_val.jsonl"
+    path = val if split == "val" and val.exists() else folder / f"{source}_train.jsonl"
+    rows = read_jsonl(path, COLUMNS[source])
     if not val.exists():
-        aside = held_out(row[0] for row in rows)
-        rows = [row for row in rows if (row[0] in aside) == (split == "val")]
-        note = f" for {split}; there is no {val.name}, so one prompt in twenty is held out"
-        if not rows:
-            raise UserError(f"{path}: too few prompts to hold any out; write a {val.name}")
-    print(f"read {path}: {len(rows):,} rows{note}")
-    return rows
-
-
-def substitute(folder, task, split, missing):
-    """The rows for a task that the folder has no files of."""
-    for other in SUBSTITUTES[task]:
-        if (folder / f"{other}_train.jsonl").exists():
-            print(f"no {missing.name}: {other}_train.jsonl serves instead")
-            rows = [row[: len(KEYS[task])] for row in read_rows(folder, other, split)]
-            return list(dict.fromkeys(rows)) if task == "prompts" else rows
-    hint = "--data names the folder; docs/using.md says what is in it"
-    raise UserError(f"{missing}: not found; {hint}")
-
-
-def write_rows(folder, task, split, rows, overwrite):
-    """Write rows (tuples of strings) into a file of a data folder, and say how many. UserError if
-    the file exists, unless overwrite."""
-    path = folder / f"{task}_{split}.jsonl"
-    if path.exists() and not overwrite:
-        raise UserError(f"{path}: already exists; choose another --out, or --overwrite")
-    write_jsonl(path, [dict(zip(KEYS[task], row)) for row in rows])
-    print(f"{path}: {len(rows):,} rows written")
+        print(f"no {val.name}: one prompt in twenty is held out")
+        aside = held_out(row["prompt"] for row in rows)
+        rows = [row for row in rows if (row["prompt"] in aside) == (split == "val")]
+    if not rows:
+        raise UserError(f"{path}: too few prompts for {split}; add some")
+    print(f"read {path}: {len(rows):,} rows")
+    if source == task:
+        return rows
+    print(f"no {task} files: {source} files are used")
+    if task == "sft":
+        return [{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows]
+    return [{"prompt": prompt} for prompt in dict.fromkeys(row["prompt"] for row in rows)]

@@ -1,1 +1,1 @@
-"""To take away: each file is copied or run by itself."""
+"""Uses of minippo, to take away."""

@@ -7,35 +7,39 @@
 
 PPO finds answers that a reward model scores too high. Models with different seeds err in different
 places, so the lowest score is high only where all agree (Coste et al., arXiv:2310.02743). All start
-from one SFT model and may share its errors (Eisenstein et al., arXiv:2312.09244).
+from one SFT model and may share its errors (Eisenstein et al., arXiv:2312.09244). The models are
+read from out/ensemble; the environment variable ENSEMBLE names another folder.
 """
 
 import functools
+import os
+from pathlib import Path
 
 import torch
 
-from data.files import UserError
-from minippo import row_lengths
-from plumbing.models import fingerprint, load_checkpoint
-
-
-def minimum(tokens, mask, config):
-    """B rows -> (B,), the lowest score of each. The models' scores have been normalised."""
-    models = members(config.models, tokens.device)
-    return torch.stack([model(tokens, row_lengths(mask)) for model in models]).amin(0)
-
-
-minimum.reads_tokens = True  # not texts: see text_reward()
+from data.rows import UserError
+from plumbing.models import load_checkpoint
+from plumbing.settings import find_device
+from plumbing.text import pad
 
 
 @functools.cache
-@torch.random.fork_rng(devices=[])  # so that a resumed run draws the same random numbers
-def members(folder, device):
-    """The reward models of folder/ensemble; UserError if there are none, or of another SFT
-    model."""
-    paths = sorted(folder.glob("ensemble/*/rm.pt"))
-    members = [load_checkpoint(path, ["rm"], device) for path in paths]
-    if {metadata["sft"] for *_, metadata in members} != {fingerprint(folder / "sft.pt")}:
-        raise UserError(f"{folder}/ensemble/*/rm.pt: should be made from {folder}/sft.pt")
-    print(f"{len(members)} reward models: {folder}/ensemble/*/rm.pt")
-    return [model for model, *_ in members]
+def load_members(folder):
+    """-> the reward models, which all have one tokenizer, and this tokenizer."""
+    paths = sorted(Path(folder).glob("*/rm.pt"))
+    if not paths:
+        raise UserError(f"{folder}: no */rm.pt in it; train_rm.py makes them")
+    loaded = [load_checkpoint(path, ["rm"], find_device("auto")) for path in paths]
+    if len({metadata["sft"] for _, _, metadata in loaded}) > 1:
+        raise UserError(f"{folder}: the reward models come from different SFT models")
+    print(f"{len(paths)} reward models in {folder}")
+    return [model for model, _, _ in loaded], loaded[0][1]
+
+
+@torch.no_grad()
+def minimum(prompts, completion_ids, **columns):
+    """-> the lowest score of each response. The models' scores have been normalised."""
+    models, tokenizer = load_members(os.environ.get("ENSEMBLE", "out/ensemble"))
+    rows = [tokenizer.encode(prompt) + ids for prompt, ids in zip(prompts, completion_ids)]
+    tokens, lengths = pad(rows, models[0].mean.device)
+    return torch.stack([model(tokens, lengths) for model in models]).amin(0)

@@ -1,4 +1,7 @@
-"""Support code for the scripts. Of RLHF's training, it holds set_score_scale and add_critic (models)
-and adam (run). The first line of a module says what is in it. Each imports only from those before
-it: settings, text, models (which imports hf where it reads a GPT-2), page, run, report, hf.
+"""What the scripts share and what teaches nothing about RLHF.
+
+settings.py  flags, and errors in one line        text.py   the tokenizer, rows as ids, batches
+files.py     whole files, state and log of a run  watch.py  checks and messages of a PPO run
+models.py    checkpoints, rewards of texts        gpt2.py   GPT-2 in and out
+page.py      out/report.html, from page.html
 """

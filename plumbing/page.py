@@ -1,143 +1,153 @@
-"""What one sees of PPO while it trains: warnings, responses, and out/report.html, a page that any
-browser opens from disk. It is plumbing/page.html with the data in it."""
+"""What a report shows: responses with their numbers, an iteration of PPO token by token, a table,
+and out/report.html, which is page.html with the data in it."""
 
+import copy
 import json
-import math
 from collections import defaultdict
 from pathlib import Path
 
 import torch
 
-from data.files import printable, read_log, write_file, write_jsonl
-from minippo import at_least_float32, evaluate_actions, kl_per_response, trace
-from plumbing.text import chunks, texts_of
+from data.zoo import judge_of
+from minippo import center_values, compute_advantages, evaluate_actions
+from minippo import kl_per_response, ppo_update, rollout_in_pieces
+from plumbing.files import read_log, write_text
+from plumbing.settings import printable
+from plumbing.text import chunks, prompt_batch, responses_of, spread_over
 
-POINTS = 300  # of a curve at most; where a log has more lines, a point is the mean of several
-RESPONSES = 6  # traced in an iteration
-LIKELY = 3  # next tokens shown in a state
+
+def sample(policy, n, prompts, ref, score, tokenizer, config):
+    """-> for each of P prompts a list of n responses: dicts with texts and numbers."""
+    copies = [prompt for prompt in prompts for _ in range(n)]
+    print(f"       sampling {len(copies):,} responses", flush=True)
+    judge = judge_of(config.data)
+    responses = []
+    for piece in chunks(copies, config.sample_batch):
+        batch = rollout_in_pieces(policy, ref, score, piece, config)
+        mask = batch["mask"]
+        kl = kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], mask)
+        for i, ids in enumerate(responses_of(batch["tokens"], mask)):
+            response = {"prompt": piece[i].row["prompt"], "text": tokenizer.decode(ids)}
+            if judge:
+                response["judge"] = judge(response["prompt"], response["text"])
+            response["score"] = batch["scores"][i].item()
+            response["kl"] = kl[i].item()
+            response["eos_rate"] = batch["ended"][i].item()
+            response["response_length"] = len(ids)
+            responses.append(response)
+    return chunks(responses, n)
+
+
+def numbers_of(groups):
+    """P lists of M responses -> {name: (P, M)}."""
+    names = [name for name in groups[0][0] if name not in ("prompt", "text")]
+    rows = {name: [[response[name] for response in group] for group in groups] for name in names}
+    return {name: torch.tensor(rows[name]).double() for name in names}
+
+
+def distinct(groups):
+    """(P,): the share of different texts among the first 16 responses to a prompt."""
+    texts = [[response["text"] for response in group[:16]] for group in groups]
+    return torch.tensor([len(set(group)) / len(group) for group in texts]).double()
 
 
 @torch.no_grad()
-def likely_tokens(models, tokens, mask, temperature, spell):
-    """In the state of each action of a row, tokens (T,) and mask (T-1,): the likeliest next tokens
-    by the first of the models, which sampled the row, and the action -> a list of [text, its
-    probability by each model] for each action."""
-    hidden = [model.hidden(tokens[None, :-1])[0][0, mask] for model in models]  # (N, C) each
-    logits = [at_least_float32(x.lm_head(h)) / temperature for x, h in zip(models, hidden)]
-    chances = torch.stack(logits, -1).softmax(1).cpu()  # (N, V, models)
-    likely = chances[:, :, 0].topk(LIKELY).indices.tolist()
-    actions = tokens[1:][mask].tolist()
-    return [
-        [[spell(i), *p[i].tolist()] for i in dict.fromkeys([*ids, action])]
-        for ids, action, p in zip(likely, actions, chances)
+def rivals(models, tokens, mask, config, spell):
+    """For each action of a response, tokens (T,) and mask (T-1,): the three likeliest tokens by the
+    first model, and the action itself -> lists of [text, its probability by each model]."""
+    logits = [model(tokens[None, :-1], mask[None])[0] for model in models]
+    chances = (torch.stack(logits, 2) / config.temperature).softmax(1)  # (N, V, models)
+    likely = chances[:, :, 0].topk(3).indices.tolist()
+    lists = []
+    for ids, action, rows in zip(likely, tokens[1:][mask].tolist(), chances):
+        lists.append([[spell(i), *rows[i].tolist()] for i in dict.fromkeys([*ids, action])])
+    return lists
+
+
+def one_iteration(policy, prompts, ref, score, tokenizer, config):
+    """An iteration of PPO, with a copy of the policy -> six of its responses, token by token."""
+    policy = copy.deepcopy(policy)
+    prompts = prompt_batch(prompts, 0, config)
+    if not policy.value_head.weight.any():  # not trained: begin as train_ppo.py does
+        center_values(policy, rollout_in_pieces(policy, ref, score, prompts, config))
+    batch = rollout_in_pieces(policy, ref, score, prompts, config)
+    batch |= compute_advantages(batch, config)
+    after = copy.deepcopy(policy).requires_grad_()
+    groups = [
+        {"params": after.trunk.parameters(), "lr": config.lr},  # lm_head is part of it
+        {"params": after.value_head.parameters(), "lr": config.value_lr},
     ]
+    ppo_update(after, torch.optim.Adam(groups, betas=(0.9, 0.99)), batch, config)
 
-
-@torch.no_grad()
-def trace_responses(batch, models, tokenizer, temperature):
-    """Some responses of a batch, from the lowest score to the highest, token by token. models: the
-    policy before the update, the reference at that time, the policy after the update."""
-    order = batch["scores"].argsort(stable=True)
-    rows = order[torch.linspace(0, len(order) - 1, min(RESPONSES, len(order))).long()]
-    batch = {name: x[rows] for name, x in batch.items()}
     tokens, mask = batch["tokens"], batch["mask"]
-    batch["logprobs"], _, _ = evaluate_actions(models[-1], tokens, mask, temperature)
-    prompts, _ = texts_of(tokenizer, tokens, mask)
-    return [
-        {
-            "prompt": prompt,
+    with torch.no_grad():
+        batch["logprobs"], _ = evaluate_actions(after, tokens, mask, config.temperature)
+    batch["log_ratio"] = batch["old_logprobs"] - batch["ref_logprobs"]
+    batch["ratio"] = (batch["logprobs"] - batch["old_logprobs"]).exp()
+
+    def spell(token):
+        return printable(tokenizer.spell(token), keep="")
+
+    responses = []
+    for i in spread_over(batch["scores"].argsort(descending=True).tolist(), 6):
+        response = {
+            "prompt": prompts[i].row["prompt"],
             "score": batch["scores"][i].item(),
-            "columns": trace(batch, i, tokenizer.spell),
-            "likely": likely_tokens(models, tokens[i], mask[i], temperature, tokenizer.spell),
+            "kl": batch["log_ratio"][i].sum().item(),
+            "tokens": [spell(token) for token in tokens[i, 1:][mask[i]].tolist()],
+            "rivals": rivals([policy, ref, after], tokens[i], mask[i], config, spell),
         }
-        for i, prompt in enumerate(prompts)
-    ]
+        for name, numbers in batch.items():
+            if numbers.shape == mask.shape:
+                response[name] = numbers[i][mask[i]].tolist()
+        responses.append(response)
+    return responses
 
 
-def warnings_of(stats, kl):
-    """What is wrong with an iteration -> {kind: sentence}. kl: of each response."""
-    mean, error = kl.mean().item(), kl.std(correction=0).item() / math.sqrt(len(kl))
-    wrong = {}
-    if len(kl) < 16:  # too few for a reliable mean
-        return wrong
-    if mean < -4 * error - 1e-4:
-        wrong["sign"] = f"KL {mean:.3f} ± {error:.3f} is below 0: sampling and update disagree"
-    if mean > 100 or stats["entropy"] < 0.02:
-        figures = f"KL {mean:.0f}, entropy {stats['entropy']:.3f} nats per token"
-        wrong["collapse"] = f"{figures}: the policy may have collapsed (a smaller --lr?)"
-    if not stats["eos_rate"]:
-        wrong["end"] = "no response has ended by itself (a larger --max_new_tokens?)"
-    return wrong
+def report_text(report):
+    """The table, and responses to be wary of."""
+    rows = {"SFT": report["sft"]}
+    rows |= {f"best of {n}": row for n, row in report["best_of_n"].items()}
+    rows |= {"policy": report["policy"], "policy, unseen": report["unseen"]}
+    names = [name for name in report["policy"] if not name.endswith("_se")]
+    lines = ["".join(name.rjust(16) for name in ["", *names])]
+    for label, row in rows.items():
+        line = label.ljust(16)
+        for name in names:
+            digits = 3 if name == "optimality" else 2
+            error = f" ± {row[f'{name}_se']:.{digits}f}" if f"{name}_se" in row else ""
+            cell = f"{row[name]:z.{digits}f}{error}" if name in row else "-"
+            line += cell.rjust(16)
+        lines.append(line)
+    suspects = report["suspects"]
+    lines.append(
+        "optimality: 0 is the SFT model, 1 about the best possible policy\n"
+        f"reward hacking? {suspects['count']:,} responses have a high KL and a score above all of "
+        f"the SFT model, on the {suspects['prompts']:,} prompts where these are below the cap"
+    )
+    for row in suspects["examples"]:
+        texts = f"{row['prompt'][:200].strip()} -> {row['text'][:200].strip()}"
+        lines.append(f"    {printable(texts)}   (score {row['score']:.2f}, KL {row['kl']:.2f})")
+    return "\n".join(lines)
 
 
-def traced(step, steps):
-    """Are some responses of this iteration traced? 1, 2, 5, 10, 20, 50, ... and the last."""
-    return str(step).rstrip("0") in ("1", "2", "5") or step == steps
-
-
-def watch(run, stats, batch):
-    """Look at an iteration of PPO: warn, show a response, trace some -> the judge's grade, if the
-    prompts are those of the default data."""
-    step, config = run.step, run.config
-    texts = texts_of(run.tokenizer, batch["tokens"], batch["mask"])
-    kl, _ = kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], batch["mask"])
-    for kind, text in warnings_of(stats, kl).items():
-        if kind not in run.warned:
-            run.warned.add(kind)
-            print(f"warning: iteration {step}: {text}")
-    if step % 40 == 1:
-        text = printable((texts[0][0] + texts[1][0])[:400])
-        print(f"    {text!r}  score {batch['scores'][0]:.2f}  KL {kl[0]:.2f}")
-    if traced(step, config.steps):
-        path = config.out / "ppo_traces.jsonl"
-        lines = [line for line in read_log(path) if line["step"] < step]
-        models = *run.models_before, run.model
-        responses = trace_responses(batch, models, run.tokenizer, config.temperature)
-        lines.append(json_safe({"step": step, "responses": responses}))
-        write_jsonl(path, lines)
-    return {"judge": sum(map(run.judge, *texts)) / len(kl)} if run.judge else {}
-
-
-def write_page(run, report=None):
-    """Write out/report.html from logs, traces and the report, if there is one -> its path."""
-    out, models = run.config.out, run.config.models
-    folders = {"sft": models, "rm": models, "ppo": out}
-    logs = {name: read_log(folder / f"{name}.jsonl") for name, folder in folders.items()}
-    data = {
-        "steps": len(logs["ppo"]),
-        "settings": run.settings,
-        "traces": read_log(out / "ppo_traces.jsonl"),
-        "report": report,
-        "curves": {name: curves(rows) for name, rows in logs.items()},
-    }
-    page = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-    # In JSON a "<" can only be part of a string. Escaped like this, no text can end the <script>
-    # that holds it.
-    text = json.dumps(json_safe(data, 5)).replace("<", "\\u003c")
-    write_file(out / "report.html", page.replace("@data@", text))
-    return out / "report.html"
-
-
-def json_safe(x, digits=17):
-    """The same lists and dicts for JSON, which has no infinity and no NaN: None stands for them."""
-    if isinstance(x, dict):
-        return {name: json_safe(value, digits) for name, value in x.items()}
-    if isinstance(x, list):
-        return [json_safe(value, digits) for value in x]
-    if isinstance(x, float):
-        return float(f"{x:.{digits}g}") if math.isfinite(x) else None
-    return x
-
-
-def curves(rows):
-    """Lines of a log -> {name: [[step, value], ...]}, thinned out, less what is not finite."""
+def curves(path):
+    """A log -> {name: [[step, number], ...]}, some 300 of each, the last one included."""
     points = defaultdict(list)
-    for row in rows:
-        for name, x in row.items():
-            if x is not None:
-                points[name].append([row["step"], x])
-    for name, curve in points.items():
-        size = math.ceil(len(curve) / POINTS)  # points that become one
-        pieces = chunks(curve, size)
-        points[name] = [[sum(x) / len(piece) for x in zip(*piece)] for piece in pieces]
-    return points
+    for line in read_log(path)[::-1]:
+        for name, number in line.items():
+            if number is not None:
+                points[name].append([line["step"], number])
+    return {name: spread_over(curve, 300)[::-1] for name, curve in points.items()}
+
+
+def write_page(out, models, **data):
+    """models: the folder of the earlier stages. data: text, samples, iterations."""
+    folders = {"sft": models, "rm": models, "ppo": out}
+    data["curves"] = {name: curves(folders[name] / f"{name}.jsonl") for name in folders}
+    # JSON has no NaN. Its "<" are in strings: escaped, none can end the <script> around the data.
+    finite = json.loads(json.dumps(data), parse_constant=lambda name: None)
+    text = json.dumps(finite).replace("<", "\\u003c")
+    page = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    write_text(out / "report.html", page.replace("@data@", text))
+    print(f"open {out / 'report.html'} in a browser")

@@ -7,10 +7,11 @@ import random
 import torch
 import torch.nn.functional as F
 
-from minippo import GPT, GPTConfig, RewardModel, Trunk, response_mask, row_lengths
-from plumbing.text import pad
+from minippo import GPT, GPTConfig, RewardModel, row_lengths
+from plumbing.text import pad_completions
 
-inf, nan = math.inf, math.nan
+inf = math.inf
+nan = math.nan
 EOS = 10  # of the tiny models: ids 0 .. 9 are ordinary tokens
 
 
@@ -42,15 +43,13 @@ def stir(model, size=0.3):
     return model
 
 
-def tiny_gpt(vocab_size=EOS + 1, context=16, layers=2, critic=False, **more):
-    policy = GPT(GPTConfig(vocab_size, context, layers, heads=2, channels=8, **more))
-    policy.value_trunk = Trunk(policy.config) if critic else None
-    return stir(policy.double().eval())
+def tiny_gpt(vocab_size=EOS + 1, context=16, layers=2, **options):
+    config = GPTConfig(vocab_size, context, layers, heads=2, channels=8, **options)
+    return stir(GPT(config).double().eval())
 
 
-def tiny_reward_model(**more):
-    config = GPTConfig(EOS + 1, 16, 2, heads=2, channels=8, **more)
-    return stir(RewardModel(GPT(config)).double().eval())
+def tiny_reward_model():
+    return stir(RewardModel(tiny_gpt()).double().eval())
 
 
 def biased(policy, bias):
@@ -64,65 +63,67 @@ def weights(model):
     return torch.cat([p.detach().flatten().clone() for p in model.parameters()])
 
 
-def gradient(x, model):
-    """Of x with respect to weights(model); 0 for those that x does not need."""
-    more = {"retain_graph": True, "materialize_grads": True}
-    return torch.cat([g.flatten() for g in torch.autograd.grad(x, [*model.parameters()], **more)])
+def gradient(number, model):
+    """Of a scalar with respect to weights(model)."""
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(number, parameters, retain_graph=True, materialize_grads=True)
+    return torch.cat([g.flatten() for g in gradients])
 
 
 # Batches
 
 
 def all_responses(vocab_size, horizon):
-    """All that may be sampled: up to the end token, the last id, or cut off at the horizon."""
+    """All that may be sampled: up to the end token (the last id) or cut off at the horizon."""
     eos = vocab_size - 1
     for length in range(horizon):
         for words in itertools.product(range(eos), repeat=length):
             yield [*words, eos]
-    yield from map(list, itertools.product(range(eos), repeat=horizon))
+    for words in itertools.product(range(eos), repeat=horizon):
+        yield list(words)
 
 
 def random_batch(seed):
     """A rollout with random numbers, 0 outside the mask: 2 to 6 rows for tiny_gpt(), no two
-    responses of one length; the last column or two are padding in all rows, or none is."""
-    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    responses of one length. The last columns may be padding in all rows."""
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
     B = rng.randint(2, 6)
-    rows, prompt_lengths = [], []
+    rows = []
     for length in rng.sample(range(1, 7), B):
-        prompt = [rng.randrange(EOS) for _ in range(rng.randint(1, 4))]
-        last = EOS if rng.random() < 0.6 else rng.randrange(EOS)
-        rows.append([*prompt, *(rng.randrange(EOS) for _ in range(length - 1)), last])
-        prompt_lengths.append(len(prompt))
-    tokens, lengths = pad(rows)
-    tokens = F.pad(tokens, (0, rng.randint(0, 2)))
-    mask = response_mask(torch.tensor(prompt_lengths), lengths, tokens.shape[1])
+        prompt = rng.choices(range(EOS), k=rng.randint(1, 4))
+        response = rng.choices(range(EOS), k=length)
+        if rng.random() < 0.6:
+            response[-1] = EOS
+        rows.append((prompt, response))
+    tokens, mask = pad_completions(rows)
+    columns = rng.randint(0, 2)
+    tokens = F.pad(tokens, (0, columns))
+    mask = F.pad(mask, (0, columns))
 
-    def numbers(mean, spread):
+    def numbers(mean, std):
         x = torch.randn(mask.shape, generator=generator, dtype=torch.float64)
-        return torch.where(mask, mean + spread * x, 0.0)
+        return torch.where(mask, mean + std * x, 0.0)
 
     return {
         "tokens": tokens,
         "mask": mask,
         "scores": torch.randn(B, generator=generator, dtype=torch.float64),
-        "ended": torch.tensor([row[-1] == EOS for row in rows]),
-        "old_logprobs": numbers(-2.4, 0.4),  # about those of tiny_gpt(): some ratios are clipped
+        "ended": torch.tensor([response[-1] == EOS for _, response in rows]),
+        "old_logprobs": numbers(-2.4, 0.4),  # near tiny_gpt()'s: some ratios are clipped
         "old_values": numbers(0.0, 1.0),
         "ref_logprobs": numbers(-2.4, 0.4),
     }
 
 
 def padded_otherwise(batch, columns, token, number):
-    """The same rows with so many more columns, `token` in all padding, and `number` wherever a
-    number means nothing."""
+    """The same rows with more columns, `token` in all padding, `number` outside the mask."""
     mask = batch["mask"]
     padding = torch.arange(batch["tokens"].shape[1]) >= row_lengths(mask)[:, None]
     other = dict(batch)
+    other["tokens"] = F.pad(batch["tokens"].masked_fill(padding, token), (0, columns), value=token)
+    other["mask"] = F.pad(mask, (0, columns))
     for name, x in batch.items():
-        if name == "tokens":
-            other[name] = F.pad(torch.where(padding, token, x), (0, columns), value=token)
-        elif name == "mask":
-            other[name] = F.pad(mask, (0, columns))
-        elif x.dim() == 2:
-            other[name] = F.pad(torch.where(mask, x, number), (0, columns), value=number)
+        if x.shape == mask.shape and x.is_floating_point():
+            other[name] = F.pad(x.masked_fill(~mask, number), (0, columns), value=number)
     return other

@@ -1,11 +1,11 @@
 """Algorithms related to PPO.
 
 An algorithm is two functions. compute_advantages(batch, config): what does each token deserve?
-loss(policy, batch, config): a mean over the tokens of the batch. A file holds its settings, each
-of the two functions that differs from PPO's, and a last line that trains with them in the loop of
-train_ppo.py. (dpo.py, which learns from pairs, has its own loop.) To run one:
+loss(logprobs, values, batch, config): the loss of each token. A file holds its Config, each of the
+functions that differs from PPO's, and a last line that trains with them in the loop of
+train_ppo.py. (dpo.py, which learns from pairs, has a loop of its own.) To run one:
 
-    python -m variations.rloo --k 8     writes to out/rloo; -h lists the flags
+    python -m variations.rloo --group_size 8     writes to out/rloo; -h lists the flags
 
 The *expected step* of a loss: sum the loss over the tokens instead of averaging, take a step of
 plain gradient descent, and average the step over all responses that could have been sampled. For
@@ -13,17 +13,30 @@ REINFORCE and RLOO it is the gradient of J: tests/test_variations.py checks it, 
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from minippo import PolicyGradientConfig
+import train_ppo
 
 
 @dataclass
-class GroupConfig(PolicyGradientConfig):
+class NoCriticConfig(train_ppo.Config):
+    """PPO's settings without those of the value function, which are no flags here."""
+
+    gamma: ClassVar[float] = 1.0
+    lam: ClassVar[float] = 1.0
+    whiten: ClassVar[bool] = False
+    vf_coef: ClassVar[float] = 0.0
+    value_clip: ClassVar[float] = 0.0
+    value_lr: ClassVar[float] = 0.0
+
+
+@dataclass
+class GroupConfig(NoCriticConfig):
     """For algorithms that compare the responses to a prompt with each other."""
 
-    k: int = 4  # responses to each prompt
+    group_size: int = 4  # responses to each prompt
 
     def __post_init__(self):
         super().__post_init__()
-        if self.k < 2:
-            raise ValueError(f"k ({self.k}): should be at least 2, to compare responses")
+        if self.group_size < 2:
+            raise ValueError(f"group_size ({self.group_size}): needs 2 responses to compare")

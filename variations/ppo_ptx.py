@@ -1,46 +1,72 @@
 """PPO-ptx: a little of the SFT loss in every gradient step, the third term of InstructGPT.
 
 PPO sees only what it samples, so what the policy would say elsewhere may change at no cost. PPO-ptx
-adds c * E[log pi(x)] to the objective J, a mean over the tokens of text x that is known to be good.
-In InstructGPT (arXiv:2203.02155, eq. 2), x comes from the pretraining data, so that other abilities
-are not lost. Here x is a demonstration of stage 1: a gradient step draws one per response.
-(--resume does not notice other demonstrations.)
+adds c * E[log pi] to the objective, a mean over the tokens of texts that are known to be good. In
+InstructGPT (arXiv:2203.02155, eq. 2) they come from the pretraining data, so that other abilities
+are not lost. Here they are demonstrations of stage 1: one for each response, one more row of the
+batch, whose tokens have the loss -c * log pi. As PPO's advantages are whitened, c is not on the
+scale of the scores. (In the log, explained_variance counts these rows as predicted.)
 """
 
-import functools
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
+import minippo
 import train_ppo
-from minippo import compute_advantages, ppo_loss
-from plumbing.models import load_checkpoint
-from plumbing.text import read_ids
+from minippo import ppo_loss
+from plumbing.models import load_sft
+from plumbing.settings import run_script
+from plumbing.text import pad_completions, read_ids
 from train_ppo import train
-from train_sft import sft_loss
 
 
 @dataclass
-class Settings(train_ppo.Settings):
+class Config(train_ppo.Config):
+    out: Path = Path("out/ppo_ptx")  # folder for checkpoints and logs
     ptx_coef: float = 0.02  # c, the weight of the SFT loss
 
 
-def loss(policy, batch, config):
-    loss, stats = ppo_loss(policy, batch, config)
-    rows = read_demonstrations(config.models, config.data)
-    drawn = torch.randint(len(rows), (len(batch["tokens"]),)).tolist()
-    sft_term, _ = sft_loss(policy, [rows[i] for i in drawn])
-    loss = loss + config.ptx_coef * sft_term
-    return loss, stats | {"loss": loss.item(), "sft_loss": sft_term.item()}
+def compute_advantages(batch, config, demonstrations):
+    """PPO's phase 3, and the demonstrations as B more rows: (2B, ...) each."""
+    batch = batch | minippo.compute_advantages(batch, config)
+    B = len(batch["tokens"])
+    indices = torch.randint(len(demonstrations), (B,)).tolist()
+    rows = [demonstrations[i] for i in indices]
+    tokens, mask = pad_completions(rows, batch["tokens"].device)
+    longer = {}
+    for name, numbers in batch.items():
+        if numbers.dim() == 1:
+            longer[name] = torch.cat((numbers, torch.zeros_like(numbers)))
+            continue
+        # What is recorded of responses means nothing for demonstrations.
+        more = {"tokens": tokens, "mask": mask}.get(name, numbers.new_zeros(mask.shape))
+        longer[name] = pad_sequence([*numbers, *more], batch_first=True)
+    # A gradient step averages over all tokens. With these weights that is the mean over the tokens
+    # of responses, plus c times the mean over the tokens of demonstrations.
+    share = batch["mask"].sum() / longer["mask"].sum()
+    zeros = torch.zeros(B, 1, device=tokens.device)
+    longer["weight"] = torch.cat((zeros + 1 / share, zeros))
+    longer["ptx_weight"] = torch.cat((zeros, zeros + config.ptx_coef / (1 - share)))
+    return longer
 
 
-@functools.cache
-@torch.random.fork_rng(devices=[])  # so that a resumed run draws the same random numbers
-def read_demonstrations(models, folder):
-    """-> (prompt, completion) as ids"""
-    model, tokenizer, _ = load_checkpoint(models / "sft.pt", ["sft"])
-    return read_ids(folder, "sft", "train", tokenizer, model.config.context)
+def loss(logprobs, values, batch, config):
+    losses, stats = ppo_loss(logprobs, values, batch, config)
+    weight = batch["weight"]
+    ratio = torch.where(weight > 0, stats["ratio_max"], 1.0)
+    stats = {name: weight * numbers for name, numbers in stats.items()} | {"ratio_max": ratio}
+    return weight * losses - batch["ptx_weight"] * logprobs, stats
+
+
+def main(config):
+    sft, tokenizer, _ = load_sft(config, "cpu")
+    demonstrations = read_ids(config.data, "sft", "train", tokenizer, sft.config.context)
+    train(config, partial(compute_advantages, demonstrations=demonstrations), loss)
 
 
 if __name__ == "__main__":
-    train(Settings, compute_advantages, loss, __doc__, out="out/ppo_ptx")
+    run_script(main, Config, __doc__)

@@ -14,36 +14,52 @@ are not whitened: the mean of the batch would be one more baseline. After the fi
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
 
-from minippo import PolicyGradientConfig, evaluate_actions, kl_adjusted_rewards, policy_loss
-from minippo import value_loss
+import train_ppo
+from minippo import kl_adjusted_rewards, policy_loss, value_loss
+from plumbing.settings import run_script
 from train_ppo import train
 
 
 @dataclass
-class Settings(PolicyGradientConfig):
+class Config(train_ppo.Config):
+    out: Path = Path("out/reinforce")  # folder for checkpoints and logs
     total: bool = False  # each token is credited with all rewards, earlier ones too
     baseline: bool = False  # subtract the value of the state, and train the values
-    vf_coef: float = 0.1  # weight of the value loss, with --baseline
+    gamma: ClassVar[float] = 1.0  # these five are no flags here
+    lam: ClassVar[float] = 1.0
+    whiten: ClassVar[bool] = False
+    clip_eps: ClassVar[float] = math.inf
+    value_clip: ClassVar[float] = math.inf
 
 
 def compute_advantages(batch, config):
-    old_logprobs, ref_logprobs, mask = batch["old_logprobs"], batch["ref_logprobs"], batch["mask"]
-    rewards = kl_adjusted_rewards(batch["scores"], old_logprobs, ref_logprobs, mask, config.kl_coef)
+    mask, old_logprobs = batch["mask"], batch["old_logprobs"]
+    rewards = kl_adjusted_rewards(
+        batch["scores"], old_logprobs, batch["ref_logprobs"], mask, config.kl_coef
+    )
     returns = rewards.flip(1).cumsum(1).flip(1) * mask  # at t: r_t + ... + r_T
-    earned = rewards.sum(1, keepdim=True) if config.total else returns
-    advantages = earned - config.baseline * batch["old_values"]  # (B, T-1)
-    return {"rewards": rewards, "returns": returns, "advantages": advantages * mask}
+    advantages = returns
+    if config.total:
+        advantages = rewards.sum(1, keepdim=True) * mask
+    if config.baseline:
+        advantages = advantages - batch["old_values"]
+    return {"rewards": rewards, "returns": returns, "advantages": advantages}
 
 
-def loss(policy, batch, config):
-    mask, old_logprobs, old_values = batch["mask"], batch["old_logprobs"], batch["old_values"]
-    logprobs, values, _ = evaluate_actions(policy, batch["tokens"], mask, config.temperature)
-    loss, stats = policy_loss(logprobs, old_logprobs, batch["advantages"], mask, math.inf)
-    errors, value_stats = value_loss(values, old_values, batch["returns"], mask, math.inf)
-    loss = loss + config.baseline * config.vf_coef * errors
-    return loss, {"loss": loss.item(), **stats, **value_stats}
+def loss(logprobs, values, batch, config):
+    losses, stats = policy_loss(
+        logprobs, batch["old_logprobs"], batch["advantages"], config.clip_eps
+    )
+    if config.baseline:
+        errors, value_stats = value_loss(
+            values, batch["old_values"], batch["returns"], config.value_clip
+        )
+        return losses + config.vf_coef * errors, stats | value_stats
+    return losses, stats
 
 
 if __name__ == "__main__":
-    train(Settings, compute_advantages, loss, __doc__, out="out/reinforce")
+    run_script(lambda config: train(config, compute_advantages, loss), Config, __doc__)

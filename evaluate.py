@@ -1,0 +1,169 @@
+"""How good is the policy of a run? Writes out/report.json and the page out/report.html.
+
+    python evaluate.py out            or out/rloo, also while the run is still going on
+
+It samples M responses to each of P validation prompts. Those of the reference tell how well any
+policy could do: the best is pi*(y | x) ~ ref(y | x) exp(score / beta) (arXiv:2205.11275).
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import train_ppo
+from data.rows import UserError
+from minippo import frozen_copy
+from plumbing.files import read_log, read_torch, write_text
+from plumbing.models import load_score, load_sft, models_folder
+from plumbing.page import distinct, numbers_of, one_iteration, report_text, sample, write_page
+from plumbing.settings import find_device, run_script
+from plumbing.text import read_prompts, spread_over
+
+
+@dataclass
+class Config:
+    words: str = ""  # folder of the run
+    state: bool = False  # measure ppo_state.pt, not ppo.pt
+    data: str = ""  # data folder, if not the run's
+    models: str = ""  # folder of sft.pt and rm.pt, if not this one or the one above
+    kl_coef: float = 0.0  # beta, if not the run's
+    device: str = "auto"  # auto, cpu, cuda or cuda:1
+    seed: int = 0  # of the samples
+    prompts: int = 128  # validation prompts
+    reference_samples: int = 192  # responses of the SFT model to each
+    policy_samples: int = 16  # responses of the policy to each
+    sample_batch: int = 512  # responses sampled at once
+    micro_batch: int = 16  # responses trained on at once
+
+
+def optimal_objective(scores, kl_coef):
+    """The largest E[score] - beta KL of any policy, beta log E_ref[exp(score / beta)], from scores
+    of the reference: (P, M) -> (P,). A little too low: rare answers with high scores are missing."""
+    return kl_coef * (torch.logsumexp(scores / kl_coef, 1) - math.log(scores.shape[1]))
+
+
+def best_of_n(scores, numbers, n):
+    """The expected number of the response with the best score among n: (P, M) each -> (P,). Exact:
+    the one ranked k-th from below is the best of C(k-1, n-1) of all C(M, n) subsets."""
+    M = scores.shape[1]
+    shares = [math.comb(k - 1, n - 1) / math.comb(M, n) for k in range(1, M + 1)]
+    ranked = numbers.gather(1, scores.argsort(dim=1, stable=True))
+    return (ranked * scores.new_tensor(shares)).sum(1)
+
+
+def estimate(columns):
+    """{name: (P,)} -> means and standard errors."""
+    estimates = {}
+    for name, numbers in columns.items():
+        estimates[name] = numbers.mean().item()
+        if len(numbers) > 1:
+            estimates[f"{name}_se"] = (numbers.std() / len(numbers) ** 0.5).item()
+    return estimates
+
+
+def optimality(J, J_sft, J_best):
+    """(J(policy) - J(SFT)) / (J* - J(SFT)) from (P,) each: a ratio of means, with its standard
+    error by the delta method. Nothing if no policy can gain."""
+    gain = J - J_sft
+    possible = J_best - J_sft
+    if possible.mean() < 1e-6:
+        return {}
+    ratio = gain.mean() / possible.mean()
+    return estimate({"optimality": ratio + (gain - ratio * possible) / possible.mean()})
+
+
+def summarize(groups, reference_scores, kl_coef):
+    numbers = numbers_of(groups)
+    columns = {name: numbers[name].mean(1) for name in numbers} | {"distinct": distinct(groups)}
+    summary = estimate(columns)
+    if kl_coef:
+        J = columns["score"] - kl_coef * columns["kl"]
+        best = optimal_objective(reference_scores, kl_coef)
+        summary |= optimality(J, reference_scores.mean(1), best)
+    return summary
+
+
+def summarize_best(reference, n):
+    """The best of n. Its KL is an upper bound."""
+    numbers = numbers_of(reference)
+    columns = {name: best_of_n(numbers["score"], numbers[name], n) for name in numbers}
+    del columns["kl"]
+    return estimate(columns) | {"kl": math.log(n) - (n - 1) / n}
+
+
+def suspects(groups, reference_scores, cap):
+    """Responses that look like reward hacking: with a score above all M of the reference, and a KL
+    above log M (the reference says it less than once in M times) and twice the median."""
+    highest = reference_scores.amax(1).tolist()
+    far = max(math.log(reference_scores.shape[1]), 2 * numbers_of(groups)["kl"].median().item())
+    found = []
+    for group, limit in zip(groups, highest):
+        found += [row for row in group if row["score"] > limit and row["kl"] > far]
+    found.sort(key=lambda row: row["score"])
+    best = {row["prompt"]: row for row in found}
+    examples = sorted(best.values(), key=lambda row: -row["score"])[:3]
+    return {"count": len(found), "prompts": sum(x < cap for x in highest), "examples": examples}
+
+
+def main(config):
+    if len(config.words) != 1:
+        raise UserError("give one folder, such as out")
+    out = Path(config.words[0])
+    device = find_device(config.device)
+    state = config.state or not (out / "ppo.pt").exists()
+    contents = read_torch(out / ("ppo_state.pt" if state else "ppo.pt"), "run train_ppo.py")
+    settings = contents["settings"] if state else contents["metadata"]["settings"]
+    weights = contents["policy"] if state else contents["model"]
+    ppo = train_ppo.Config()
+    vars(ppo).update(settings | vars(config))
+    ppo.out = out
+    ppo.data = Path(config.data or settings.get("data", "data/zoo"))
+    for line in [settings, *read_log(out / "ppo.jsonl")]:  # the last is that of the policy
+        ppo.kl_coef = config.kl_coef or line.get("kl_coef", ppo.kl_coef)
+    sft, tokenizer, sft_name = load_sft(ppo, device)
+    score, score_name = load_score(ppo, sft_name, tokenizer, device)
+    models = models_folder(ppo)
+    if settings["sft"] != sft_name or settings.get("score", score_name) != score_name:
+        raise UserError(f"{models}: not the sft.pt and rm.pt of this run; give --models")
+    cap = math.inf if ppo.reward else read_torch(models / "rm.pt", "")["model"]["cap"].item()
+    policy = frozen_copy(sft)
+    if "value_trunk.norm.bias" in weights:  # of a separate critic
+        del weights["value_head.weight"], weights["value_head.bias"]
+    policy.load_state_dict(weights, strict=False)
+
+    limits = sft.config.context, ppo.max_new_tokens
+    seen = read_prompts(ppo.data, "train", tokenizer, *limits)
+    prompts = read_prompts(ppo.data, "val", tokenizer, *limits)
+    torch.manual_seed(config.seed)
+    prompts = [prompts[i] for i in torch.randperm(len(prompts))[: config.prompts]]
+    prompts.sort(key=len)  # for speed
+    roles = {"ref": sft, "score": score, "tokenizer": tokenizer, "config": ppo}
+    reference = sample(sft, config.reference_samples, prompts, **roles)
+    groups = sample(policy, config.policy_samples, prompts, **roles)
+    new = [i for i, prompt in enumerate(prompts) if prompt not in seen]
+    scores = numbers_of(reference)["score"]
+    sizes = [n for n in (4, 16, 64) if n <= config.reference_samples]
+    report = {
+        "sft": summarize(reference, scores, ppo.kl_coef),
+        "best_of_n": {n: summarize_best(reference, n) for n in sizes},
+        "policy": summarize(groups, scores, ppo.kl_coef),
+        "unseen": summarize([groups[i] for i in new], scores[new], ppo.kl_coef) if new else {},
+        "suspects": suspects(groups, scores, cap),
+    }
+    write_text(out / "report.json", json.dumps(report, indent=2) + "\n")
+    text = report_text(report)
+    print(text)
+
+    iterations = {
+        "the SFT model": one_iteration(sft, seen, **roles),
+        "the policy": one_iteration(policy, seen, **roles),
+    }
+    samples = [(before[0], after[0]) for before, after in zip(reference, groups)]
+    write_page(out, models, text=text, samples=spread_over(samples, 6), iterations=iterations)
+
+
+if __name__ == "__main__":
+    run_script(main, Config, __doc__)

@@ -1,0 +1,148 @@
+"""Files that are written whole or not at all; the state and the log of a run."""
+
+import hashlib
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from data.rows import UserError
+
+SAVE_SECONDS = 30  # between two saved states
+SHOW_SECONDS = 4  # between two lines on the screen
+
+
+def write_file(path, write):
+    """write(file) writes beside the path; then the file is renamed. So the path always holds the
+    old version or the new one, whole."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(beside, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
+        raise UserError(f"{path}: cannot be written ({str(error)[:120]}); an old file is intact")
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_text(path, text):
+    write_file(path, lambda file: file.write(text.encode(errors="backslashreplace")))
+
+
+def write_torch(path, contents):
+    write_file(path, lambda file: torch.save(contents, file))
+
+
+def read_torch(path, hint):
+    """What write_torch wrote, on the CPU; no code in the file is run. UserError if it is missing or
+    damaged."""
+    if not Path(path).is_file():
+        raise UserError(f"{path}: not found; {hint}")
+    try:
+        contents = torch.load(path, map_location="cpu", weights_only=True)
+        contents["kind"]  # every file of ours has one
+    except Exception as error:  # torch.load raises many kinds
+        name = type(error).__name__
+        raise UserError(f"{path}: damaged, or not a file of minippo ({name}); {hint}")
+    return contents
+
+
+def fingerprint(path):
+    """A short hash of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+
+
+def read_log(path):
+    """The lines of a log as dicts, up to the first damaged one: a killed run leaves such an end."""
+    lines = []
+    try:
+        for line in Path(path).read_bytes().split(b"\n"):
+            lines.append(json.loads(line))
+    except (OSError, ValueError):
+        pass
+    return lines
+
+
+class Record:
+    """The log and the state of a run: out/STAGE.jsonl and out/STAGE_state.pt.
+
+    parts: {name: what has state_dict() and load_state_dict()}. With --resume they are restored, and
+    `step` is the one to go on with; `numbers` are what save() was given besides. facts: of data and
+    models, compared by --resume as the settings are (else UserError).
+    """
+
+    def __init__(self, config, stage, steps, parts, **facts):
+        self.path = config.out / f"{stage}_state.pt"
+        self.settings = {**config.settings(), **facts}
+        self.parts, self.steps = parts, steps
+        self.step, self.numbers = self.load() if config.resume else (0, {})
+        self.save(self.step, **self.numbers)  # an earlier run ends here: its state is replaced
+        log_path = config.out / f"{stage}.jsonl"
+        lines = [line for line in read_log(log_path) if line["step"] <= self.step]
+        write_text(log_path, "".join(json.dumps(line) + "\n" for line in lines))
+        self.file = open(log_path, "a", buffering=1, encoding="utf-8")  # each line at once
+        self.seconds_before = lines[-1]["seconds"] if lines else 0.0
+        self.start = self.last_log = time.monotonic()
+        self.next_show = 0.0
+
+    def load(self):
+        if not self.path.exists():
+            print(f"--resume: there is no {self.path}, so the run starts at the beginning")
+            return 0, {}
+        contents = read_torch(self.path, "--overwrite starts again")
+        old = contents["settings"]
+        for name in {**old, **self.settings}:
+            if old.get(name) != self.settings.get(name):
+                was = f"{name} = {old.get(name)}, not {self.settings.get(name)}"
+                raise UserError(f"{self.path}: saved with {was}; --overwrite starts again")
+        for name, part in self.parts.items():
+            part.load_state_dict(contents[name])
+        torch.set_rng_state(contents["random"])
+        if "random_cuda" in contents and torch.cuda.is_available():
+            torch.cuda.set_rng_state_all(contents["random_cuda"])
+        return contents["step"], contents["numbers"]
+
+    def save(self, step, **numbers):
+        """`step` steps are done."""
+        start = time.monotonic()
+        contents = {name: part.state_dict() for name, part in self.parts.items()}
+        contents |= {"kind": "state", "step": step, "settings": self.settings, "numbers": numbers}
+        contents["random"] = torch.get_rng_state()
+        if torch.cuda.is_available():
+            contents["random_cuda"] = torch.cuda.get_rng_state_all()
+        write_torch(self.path, contents)
+        now = time.monotonic()
+        self.next_save = now + max(SAVE_SECONDS, 20 * (now - start))  # large models: rarely
+
+    def save_if_due(self, step, **numbers):
+        """Every half minute, and at the end."""
+        if step == self.steps or time.monotonic() > self.next_save:
+            self.save(step, **numbers)
+
+    def log(self, step, stats, tokens, show):
+        """tokens: trained in this step. show: names of the numbers that the screen shows."""
+        now = time.monotonic()
+        seconds = now - self.start
+        line = {"step": step, **stats, "seconds": round(self.seconds_before + seconds, 2)}
+        line["tokens_per_second"] = round(tokens / (now - self.last_log), 1)
+        finite = {name: x if math.isfinite(x) else None for name, x in line.items()}  # for JSON
+        self.file.write(json.dumps(finite) + "\n")
+        self.last_log = now
+        if now > self.next_show or step == self.steps or "val_loss" in stats:
+            self.next_show = now + SHOW_SECONDS
+            numbers = "  ".join(f"{name} {stats[name]:.3g}" for name in show if name in stats)
+            left = seconds / (step - self.step) * (self.steps - step)
+            print(f"{step:>5}/{self.steps}  {numbers}  {clock(left)} left", flush=True)
+
+
+def clock(seconds):
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
