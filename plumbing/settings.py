@@ -126,7 +126,7 @@ def run_script(main, config_class, doc):
         main(read_flags(config_class, doc))
         return
     except KeyboardInterrupt:
-        message, status = "stopped; --resume continues a run from its last saved state", 130
+        message, status = "stopped (--resume continues a training run)", 130
     except Exception as error:
         message, status = explain(error), 2
         if not message:

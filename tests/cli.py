@@ -1,5 +1,5 @@
-"""A script as a user runs it, and a tiny language for it: an answer repeats its prompt and adds a
-vowel, each equally often in demonstrations; of two answers, people prefer the earlier vowel."""
+"""A script as a user runs it, and a tiny language: an answer repeats its prompt and adds a vowel,
+in demonstrations any; of two answers, people prefer the earlier vowel."""
 
 import os
 import subprocess
@@ -28,7 +28,7 @@ def write_data(folder, prompts=PROMPTS):
 
 def run(script, *flags):
     """In a terminal without Unicode -> status, errors."""
-    words = [sys.executable, ROOT / script, *map(str, flags)]
+    words = [sys.executable, ROOT / script, *flags]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(words, env=env, capture_output=True, encoding="utf-8", timeout=120)
     return done.returncode, done.stderr

@@ -35,7 +35,7 @@ def refused(words, function, *arguments):
         function(*arguments)
 
 
-# Flags and mistakes
+# Settings
 
 
 @dataclass
@@ -55,7 +55,7 @@ def test_flags_are_the_fields_of_a_dataclass(monkeypatch, capsys):
     with pytest.raises(SystemExit, match="0"):
         read_flags(Example, "Text.", ["-h"])
     printed = " ".join(capsys.readouterr().out.split())
-    assert "Text." in printed and "--size int how large, 100% sure (4)" in printed
+    assert "--size int how large, 100% sure (4)" in printed
 
 
 MISTAKES = [
@@ -165,13 +165,13 @@ def test_the_most_frequent_pair_is_merged_first():
     tokens = Tokenizer.train([letters[:155], letters[155:]], 276).tokens[256:]
     assert b"|".join(tokens).decode() == learned  # as if pairs were counted anew every time
     assert len(Tokenizer.train(["abcd"], 300).tokens) == 256  # no pair occurs twice
-    # No token spans two words, which are those of GPT-2; words of 65 letters are left out.
+    # No token spans two words of GPT-2; those of 65 letters are left out.
     tokens = Tokenizer.train(["it's 12 a-b  c " + 65 * "x"] * 9, 999).tokens[256:]
     assert set(tokens) == {b"it", b"'s", b"12", b" 12", b" a", b" c"}
 
 
-ROWS = [  # prompt, answers, and what is said if they do not fit into 5 tokens
-    ("a", "b", "ab", ""),  # prompt and answer apart: together "ab" would be one token
+ROWS = [  # prompt, answers, what is said
+    ("a", "b", "ab", ""),  # encoded apart: "ab" would be one token
     ("cde", "dc", "d", "1 cut at the end of the context of 5 tokens .*; the first is row 2"),
     ("", "b", "c", "2 skipped: the prompt is empty; the first is row 3"),
     ("cdedc", "", "b", "1 skipped: the prompt leaves no room .*; the first is row 4"),
@@ -261,7 +261,7 @@ def test_a_reward_returns_one_number_for_each_response():
         refused(f"{name}: .*my:score", load_function, name)
 
 
-# Before PPO and while it runs
+# Warnings
 
 
 def check(policy, ref, scores=(0.0, 1.0), path=""):
@@ -286,7 +286,6 @@ def test_ppo_starts_only_if_sampling_update_and_reference_agree(capsys):
 
 HEALTHY = {"kl": 0.5, "entropy": 1.0, "eos_rate": 0.9}
 WARNINGS = [
-    (1, {}, [0.5] * 16, ""),
     (1, {"kl": -0.1}, [-0.1] * 16, "the KL is -0.100, below 0"),
     (1, {"kl": -0.1}, [-0.6, 0.4] * 8, ""),  # within its error
     (2, {"entropy": 0.01}, [0.5] * 16, "--lr"),
@@ -304,12 +303,12 @@ def test_what_looks_wrong_is_said_now_and_then(capsys):
         assert words in printed and bool(words) == bool(printed), words
 
 
-def test_the_judge_grades_what_is_seen(capsys):
-    batch = {"tokens": TOKENS, "mask": MASK, "scores": torch.tensor([1.5, 0.0])}
-    batch |= {"old_logprobs": MASK.double(), "ref_logprobs": MASK.double()}
+def test_the_judge_grades_the_responses():
+    zeros = 0.0 * MASK
+    batch = {"tokens": TOKENS, "mask": MASK, "old_logprobs": zeros, "ref_logprobs": zeros}
     grades = {("ab", "c"): 3, ("ab", "de"): 0}
-    watched = watch(41, HEALTHY, batch, BATCH, TOKENIZER, lambda *texts: grades[texts])
-    assert watched == {"judge": 1.5} and "'abc'  score 1.50" in capsys.readouterr().out
+    watched = watch(2, HEALTHY, batch, BATCH, TOKENIZER, lambda *texts: grades[texts])
+    assert watched == {"judge": 1.5}
 
 
 # GPT-2
@@ -332,11 +331,7 @@ def test_a_gpt_2_is_read_trained_and_written_back(tmp_path):
     config = transformers.GPT2Config(vocab_size=len(tokens), **size)
     theirs = stir(transformers.GPT2LMHeadModel(config), 0.3)
     theirs.save_pretrained(folder)
-    ours, tokenizer = gpt2.read_gpt2(folder)
-    assert_same_logits(ours, theirs)
-    theirs_encode = transformers.AutoTokenizer.from_pretrained(folder).encode
-    assert tokenizer.encode("abc 日本 cab\n\n  x") == theirs_encode("abc 日本 cab\n\n  x")
-
+    assert_same_logits(gpt2.read_gpt2(folder)[0], theirs)
     write_data(tmp_path / "data")
     paths = {"data": tmp_path / "data", "out": tmp_path, "device": "cpu"}
     train_sft.train(train_sft.Config(**paths, init=str(folder), steps=3, lr=0.1))
