@@ -117,14 +117,14 @@ def encode(tokenizer, rows, room):
         elif ids and isinstance(ids[0], dict):
             refuse(ids[-1]["role"] == "assistant", "a prompt ends with an answer", row)
             ids = tokenizer.apply_chat_template(ids, add_generation_prompt=True, return_dict=False)
-        padded = pad in ids if pad not in (bos, eos) else ids[:1] == [pad] != [bos]
-        refuse(padded or ids[:2] == [bos, bos], "a prompt has padding or begins twice", row)
+        has_pad = pad in ids if pad not in (bos, eos) else pad != bos and ids[:1] == [pad]
+        refuse(has_pad or ids[:2] == [bos, bos], "a prompt has padding or begins twice", row)
         prompts.append(Prompt(ids))
         prompts[-1].row = row
-    left_out = [i for i, ids in enumerate(prompts, 1) if not 0 < len(ids) <= room]
-    if left_out:
+    places = [i for i, ids in enumerate(prompts, 1) if not 0 < len(ids) <= room]
+    if places:
         why = f"empty, or above {room} tokens (context - max_new_tokens)"
-        print(f"{len(left_out)} prompts left out, the first is {left_out[0]}: {why}")
+        print(f"{len(places)} prompts left out, the first is {places[0]}: {why}")
     return [ids for ids in prompts if 0 < len(ids) <= room]
 
 
@@ -132,7 +132,7 @@ def text_scores(reward, tokenizer, prompts, tokens, mask):
     """(B,), by a function of texts, decoded as by TRL."""
     rows = [prompt.row for prompt in prompts]
     columns = {name: [row.get(name) for row in rows] for name in set().union(*rows)}
-    ids = [row[inside].tolist() for row, inside in zip(tokens[:, 1:], mask)]
+    ids = [row[row_mask].tolist() for row, row_mask in zip(tokens[:, 1:], mask)]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     if isinstance(rows[0]["prompt"][0], dict):
         texts = [[{"role": "assistant", "content": text}] for text in texts]
@@ -140,8 +140,8 @@ def text_scores(reward, tokenizer, prompts, tokens, mask):
     with torch.random.fork_rng():  # the function may seed torch
         numbers = reward(**columns)
         numbers = numbers.tolist() if hasattr(numbers, "tolist") else numbers
-        listed = hasattr(numbers, "__iter__") and not isinstance(numbers, dict | set | str)
-        numbers = [*numbers] if listed else [numbers]
+        is_list = hasattr(numbers, "__iter__") and not isinstance(numbers, dict | set | str)
+        numbers = [*numbers] if is_list else [numbers]
     scores = []
     for number, text in zip_longest(numbers, texts):
         number = number.item() if hasattr(number, "item") else number
@@ -157,9 +157,9 @@ def classifier_scores(classifier, tokens, mask):
     pad = config.get_text_config().pad_token_id
     refuse(config.num_labels != 1 or pad is None, "wanted num_labels=1 and a pad_token_id", config)
     columns = torch.arange(tokens.shape[1], device=tokens.device)
-    inside = columns < minippo.row_lengths(mask)[:, None]
-    tokens = tokens.masked_fill(~inside, pad)
-    return classifier(tokens, attention_mask=inside.long()).logits[:, 0].float()
+    is_text = columns < minippo.row_lengths(mask)[:, None]
+    tokens = tokens.masked_fill(~is_text, pad)
+    return classifier(tokens, attention_mask=is_text.long()).logits[:, 0].float()
 
 
 def train(model, tokenizer, prompts, reward, config):
@@ -170,28 +170,29 @@ def train(model, tokenizer, prompts, reward, config):
     check(policy, prompts)
     weights = [p for p in model.parameters() if p.requires_grad]
     dtypes = {p.dtype for p in weights}
-    refuse(dtypes != {torch.float32}, "trained weights should be float32", dtypes)
+    refuse(dtypes != {torch.float32}, "the weights to train should be float32", dtypes)
     groups = [
         {"params": weights, "peak": config.lr},
         {"params": policy.value_head.parameters(), "peak": config.value_lr},
     ]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
-    fixed = {id(p): p for p in policy.parameters() if not p.requires_grad}
-    ref = copy.deepcopy(policy, fixed).requires_grad_(False)  # with LoRA, most weights are shared
-    learned = isinstance(reward, torch.nn.Module)
+    # The reference shares the weights that are not trained: with LoRA, nearly all
+    constants = {id(p): p for p in policy.parameters() if not p.requires_grad}
+    ref = copy.deepcopy(policy, constants).requires_grad_(False)
+    is_classifier = isinstance(reward, torch.nn.Module)
     mean, std = 0.0, 1.0
 
     def score(prompts, tokens, mask):
-        if learned:
+        if is_classifier:
             return (classifier_scores(reward, tokens, mask) - mean) / std
         return text_scores(reward, tokenizer, prompts, tokens, mask)
 
     dice = random.Random(config.seed)  # a reward may seed the others
     batch_prompts = sorted(dice.choices(prompts, k=config.batch_size), key=len)
-    plain = replace(config, length_penalty=0.0, missing_eos_penalty=0.0)
-    first = minippo.rollout_in_pieces(policy, ref, score, batch_prompts, plain)["scores"]
+    no_penalties = replace(config, length_penalty=0.0, missing_eos_penalty=0.0)
+    first = minippo.rollout_in_pieces(policy, ref, score, batch_prompts, no_penalties)["scores"]
     print(f"first scores: mean {first.mean():.3g}, standard deviation {first.std():.3g}")
-    if learned:  # from now on 0 and 1
+    if is_classifier:  # from now on 0 and 1
         mean, std = first.mean(), first.std()
     torch.nn.init.constant_(policy.value_head.bias, first.mean() - mean)
 
@@ -244,8 +245,8 @@ def main(config):
         reward = getattr(importlib.import_module(module), name)
     else:
         kind = transformers.AutoModelForSequenceClassification
-        reward, theirs = load(kind, config.reward_model)
-        same = tokenizer.get_vocab().items() <= theirs.get_vocab().items()
+        reward, other = load(kind, config.reward_model)
+        same = tokenizer.get_vocab().items() <= other.get_vocab().items()
         refuse(not same, "another vocabulary than the policy's", config.reward_model)
     if config.lora:
         import peft
@@ -259,4 +260,7 @@ def main(config):
 
 if __name__ == "__main__":
     (settings,) = transformers.HfArgumentParser(Config).parse_args_into_dataclasses()
-    main(settings) if settings != Config() else demonstrate()
+    if settings == Config():
+        demonstrate()
+    else:
+        main(settings)

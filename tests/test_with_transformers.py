@@ -130,7 +130,7 @@ def test_a_reward_gets_the_row_of_each_prompt_and_may_seed_torch():
 
     def reward(**columns):
         given.update(columns)
-        torch.manual_seed(0)
+        torch.manual_seed(1)
         yield from (1, 2.5)
 
     state = torch.get_rng_state()
@@ -212,7 +212,7 @@ def test_the_program_writes_what_transformers_and_the_next_run_read(tmp_path, mo
     program("--policy ppo --reward my:score --out lora --lora")
     kind = transformers.AutoModelForCausalLM
     sft, ppo, merged = [weights(kind.from_pretrained(name)) for name in ("sft", "ppo", "lora")]
-    assert not torch.equal(sft, ppo) and not torch.equal(ppo, merged)
+    assert sft.shape == merged.shape and (sft != ppo).any() and (ppo != merged).any()
     refused = {
         "exists": "rm --out ppo",
         "score.weight": "ppo --out new",
