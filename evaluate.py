@@ -8,7 +8,7 @@ policy could do: the best is pi*(y | x) ~ ref(y | x) exp(score / beta) (arXiv:22
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
@@ -16,19 +16,20 @@ import torch
 import train_ppo
 from data.rows import UserError
 from minippo import frozen_copy
+from plumbing.batches import spread_over
 from plumbing.files import read_log, read_torch, write_text
 from plumbing.models import load_score, load_sft, models_folder
 from plumbing.page import distinct, numbers_of, one_iteration, report_text, sample, write_page
 from plumbing.settings import find_device, run_script
-from plumbing.text import read_prompts, spread_over
+from plumbing.text import read_prompts
 
 
 @dataclass
 class Config:
-    words: str = ""  # folder of the run
+    folder: list = field(default_factory=list)  # of the run
     state: bool = False  # measure ppo_state.pt, not ppo.pt
     data: str = ""  # data folder, if not the run's
-    models: str = ""  # folder of sft.pt and rm.pt, if not this one or the one above
+    models: str = ""  # folder of sft.pt and rm.pt, if not the run's
     kl_coef: float = 0.0  # beta, if not the run's
     device: str = "auto"  # auto, cpu, cuda or cuda:1
     seed: int = 0  # of the samples
@@ -41,7 +42,8 @@ class Config:
 
 def optimal_objective(scores, kl_coef):
     """The largest E[score] - beta KL of any policy, beta log E_ref[exp(score / beta)], from scores
-    of the reference: (P, M) -> (P,). A little too low: rare answers with high scores are missing."""
+    of the reference: (P, M) -> (P,). Slightly too low: rare answers with high scores are missing.
+    """
     return kl_coef * (torch.logsumexp(scores / kl_coef, 1) - math.log(scores.shape[1]))
 
 
@@ -108,34 +110,46 @@ def suspects(groups, reference_scores, cap):
     return {"count": len(found), "prompts": sum(x < cap for x in highest), "examples": examples}
 
 
+def read_run(out, config):
+    """The folder of a run -> the settings of its PPO, what its models and reward were, and the
+    weights of its policy."""
+    in_progress = config.state or not (out / "ppo.pt").exists()
+    contents = read_torch(out / ("ppo_state.pt" if in_progress else "ppo.pt"), "run train_ppo.py")
+    settings = contents["settings"] if in_progress else contents["metadata"]["settings"]
+    names = [field.name for field in fields(train_ppo.Config) if field.name in settings]
+    ppo = train_ppo.Config(**{name: settings[name] for name in names})
+    kl_coef = ppo.kl_coef
+    for line in read_log(out / "ppo.jsonl"):  # in the end, the beta of the policy
+        kl_coef = line.get("kl_coef", kl_coef)
+    ppo = replace(
+        ppo,
+        out=out,
+        data=Path(config.data or ppo.data),
+        models=config.models or ppo.models,
+        kl_coef=config.kl_coef or kl_coef,
+        sample_batch=config.sample_batch,
+        micro_batch=config.micro_batch,
+    )
+    return ppo, settings, contents["policy" if in_progress else "model"]
+
+
 def main(config):
-    if len(config.words) != 1:
+    if len(config.folder) != 1:
         raise UserError("give one folder, such as out")
-    out = Path(config.words[0])
+    out = Path(config.folder[0])
     device = find_device(config.device)
-    state = config.state or not (out / "ppo.pt").exists()
-    contents = read_torch(out / ("ppo_state.pt" if state else "ppo.pt"), "run train_ppo.py")
-    settings = contents["settings"] if state else contents["metadata"]["settings"]
-    weights = contents["policy"] if state else contents["model"]
-    ppo = train_ppo.Config()
-    vars(ppo).update(settings | vars(config))
-    ppo.out = out
-    ppo.data = Path(config.data or settings.get("data", "data/zoo"))
-    for line in [settings, *read_log(out / "ppo.jsonl")]:  # the last is that of the policy
-        ppo.kl_coef = config.kl_coef or line.get("kl_coef", ppo.kl_coef)
-    sft, tokenizer, sft_name = load_sft(ppo, device)
-    score, score_name = load_score(ppo, sft_name, tokenizer, device)
+    ppo, settings, weights = read_run(out, config)
+    sft, tokenizer, sft_fingerprint = load_sft(ppo, device)
+    score, score_name = load_score(ppo, sft_fingerprint, tokenizer, device)
     models = models_folder(ppo)
-    if settings["sft"] != sft_name or settings.get("score", score_name) != score_name:
+    if settings["sft"] != sft_fingerprint or settings.get("score", score_name) != score_name:
         raise UserError(f"{models}: not the sft.pt and rm.pt of this run; give --models")
     cap = math.inf if ppo.reward else read_torch(models / "rm.pt", "")["model"]["cap"].item()
     policy = frozen_copy(sft)
-    if "value_trunk.norm.bias" in weights:  # of a separate critic
-        del weights["value_head.weight"], weights["value_head.bias"]
-    policy.load_state_dict(weights, strict=False)
+    policy.load_state_dict(weights, strict=False)  # without a separate critic
 
     limits = sft.config.context, ppo.max_new_tokens
-    seen = read_prompts(ppo.data, "train", tokenizer, *limits)
+    training_prompts = read_prompts(ppo.data, "train", tokenizer, *limits)
     prompts = read_prompts(ppo.data, "val", tokenizer, *limits)
     torch.manual_seed(config.seed)
     prompts = [prompts[i] for i in torch.randperm(len(prompts))[: config.prompts]]
@@ -143,23 +157,25 @@ def main(config):
     roles = {"ref": sft, "score": score, "tokenizer": tokenizer, "config": ppo}
     reference = sample(sft, config.reference_samples, prompts, **roles)
     groups = sample(policy, config.policy_samples, prompts, **roles)
-    new = [i for i, prompt in enumerate(prompts) if prompt not in seen]
+    unseen = [i for i, prompt in enumerate(prompts) if prompt not in training_prompts]
     scores = numbers_of(reference)["score"]
     sizes = [n for n in (4, 16, 64) if n <= config.reference_samples]
     report = {
         "sft": summarize(reference, scores, ppo.kl_coef),
         "best_of_n": {n: summarize_best(reference, n) for n in sizes},
         "policy": summarize(groups, scores, ppo.kl_coef),
-        "unseen": summarize([groups[i] for i in new], scores[new], ppo.kl_coef) if new else {},
+        "unseen": {},
         "suspects": suspects(groups, scores, cap),
     }
+    if unseen:
+        report["unseen"] = summarize([groups[i] for i in unseen], scores[unseen], ppo.kl_coef)
     write_text(out / "report.json", json.dumps(report, indent=2) + "\n")
     text = report_text(report)
     print(text)
 
     iterations = {
-        "the SFT model": one_iteration(sft, seen, **roles),
-        "the policy": one_iteration(policy, seen, **roles),
+        "the SFT model": one_iteration(sft, training_prompts, **roles),
+        "the policy": one_iteration(policy, training_prompts, **roles),
     }
     samples = [(before[0], after[0]) for before, after in zip(reference, groups)]
     write_page(out, models, text=text, samples=spread_over(samples, 6), iterations=iterations)

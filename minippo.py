@@ -9,12 +9,12 @@ answers or completions), PPO maximises
     J = E[ score(x, y) ] - beta * KL(pi || ref)      (InstructGPT, arXiv:2203.02155, eq. 2)
 
 The *policy* pi is the language model, seen as a rule for choosing the next token: a distribution
-over all tokens, not only the likeliest one. The *reference* ref is the frozen SFT model. Write p(y)
-and q(y) for the probabilities of a whole response under pi and under ref, and log pi and log ref
-for the log-probabilities of one token. E is the mean over prompts and over responses of pi.
-KL(pi || ref), the Kullback-Leibler divergence, is E[log p(y) - log q(y)]: how far the policy has
-moved, in nats (the unit of natural logarithms). Beta (kl_coef in the code) is the penalty per nat.
-PPO repeats four phases:
+over all tokens, not only the likeliest one. The *reference* ref is the frozen SFT model. p(y) and
+q(y) are the probabilities of a whole response under pi and ref, log pi and log ref the
+log-probabilities of one token. E is the mean over prompts and over responses of pi. KL(pi || ref),
+the Kullback-Leibler divergence, is E[log p(y) - log q(y)]: how far the policy has moved, in nats
+(the unit of natural logarithms). Beta (kl_coef in the code) is the penalty per nat. PPO repeats
+four phases:
 
     prompts --> 1. policy --> responses, log pi, values -----------------+
                      ^            |                                      |
@@ -56,21 +56,19 @@ counts as 0. (Gamma and lam, see section 5, are 1 here.)
     return       .      1.35   1.40   1.38   .              advantage + value: rewards still to come
     whitened     .      1.14   0.15  -1.29   .              scaled to mean 0, variance 1 in a batch
 
-Phase 4 makes actions with a whitened advantage above 0 more probable, those below 0 less. (The
-action <eos> beat its value, but by less than the average of 0.38, so its whitened advantage is
-below 0. Here the batch is one response.)
+Phase 4 makes actions with a whitened advantage above 0 more probable, those below 0 less. (Here the
+batch is one response. <eos> beat its value, but by less than the average of 0.38, so its whitened
+advantage is below 0.)
 """
 
 import copy
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import groupby
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 # ------------------------------------------------------------
 # 1. The networks
@@ -193,9 +191,9 @@ class RewardModel(nn.Module):
     """Scores a row, prompt and response, with one number: how much would people like it?
 
     After training, train_rm.py sets `mean` and `std`, so that the scores of the SFT model's answers
-    have mean 0 and standard deviation 1, and beta means the same for any reward model. `cap` is the
-    score that one in a hundred of these answers exceeds. Higher scores are lowered to it, because
-    they are often wrong (arXiv:2502.18770).
+    have mean 0 and standard deviation 1: then beta means the same for any reward model. `cap` is
+    the score that one in a hundred of these answers exceeds. Scores above it are often wrong, and
+    are lowered to it (arXiv:2502.18770).
     """
 
     def __init__(self, gpt):
@@ -228,22 +226,20 @@ def frozen_copy(model):
 #
 # Sums and means run over response tokens only: numbers[mask] picks these N tokens. Prompts or
 # padding that leak in would be trained on, dilute every mean, and add to the KL. (Padding is id 0,
-# an ordinary token: harmless, as no response reads it and no sum contains it.)
+# an ordinary token, which no response reads and no sum contains.)
 
 
-def check_shapes(*tensors):
-    """ValueError if the shapes differ (PyTorch would broadcast (B, 1)), or if one is in 16 bits
-    (a log-probability of -10 would be off by up to 0.03)."""
+def check_shapes(*tensors, mask=None):
+    """ValueError if the shapes differ (PyTorch would broadcast (B, 1)), if a tensor is in 16 bits
+    (a log-probability of -10 would be off by up to 0.03), or if the mask is not boolean (numbers 0
+    and 1 would pick rows 0 and 1)."""
+    if mask is not None:
+        tensors = (*tensors, mask)
     shapes = [tuple(tensor.shape) for tensor in tensors]
     dtypes = [tensor.dtype for tensor in tensors]
-    if len(set(shapes)) > 1 or {torch.float16, torch.bfloat16} & set(dtypes):
+    if len(set(shapes)) > 1 or torch.float16 in dtypes or torch.bfloat16 in dtypes:
         raise ValueError(f"wanted equal shapes and no 16 bits, got {shapes}, {dtypes}")
-
-
-def check_mask(mask, *tensors):
-    """The same, and ValueError if the mask is not boolean (0 and 1 would pick rows 0 and 1)."""
-    check_shapes(mask, *tensors)
-    if mask.dtype != torch.bool:
+    if mask is not None and mask.dtype != torch.bool:
         raise ValueError(f"wanted a boolean mask, got {mask.dtype}")
 
 
@@ -257,7 +253,7 @@ def row_lengths(mask):
 
 def masked_mean(numbers, mask):
     """Mean over the mask: (B, T-1) each -> scalar."""
-    check_mask(mask, numbers)
+    check_shapes(numbers, mask=mask)
     return numbers[mask].mean()
 
 
@@ -272,11 +268,11 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0):
     """tokens (B, T), mask (B, T-1) -> log pi of the actions, in nats, and the values of the states
     before them: (B, T-1) each, 0 outside the mask.
 
-    Each action is conditioned on the tokens in the row, not on what the policy would sample
-    (*teacher forcing*). The mean of -log pi over the mask is the loss of SFT. policy: as GPT,
-    (tokens, mask) -> logits (N, V), values (N,). Needs check_shapes, check_mask, gather_logprobs.
+    The tokens are those of the row, not what the policy would sample (*teacher forcing*). The mean
+    of -log pi over the mask is the loss of SFT. policy: as GPT, (tokens, mask) -> logits (N, V),
+    values (N,). Needs check_shapes, gather_logprobs.
     """
-    check_mask(mask, tokens[:, 1:])
+    check_shapes(tokens[:, 1:], mask=mask)
     states, actions = tokens[:, :-1], tokens[:, 1:]
     logits, values_inside = policy(states, mask)
     logprobs_inside = gather_logprobs(logits, actions[mask], temperature)  # (N,)
@@ -297,10 +293,9 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0):
 def draw(logits):
     """A random token from each softmax(logits): (B, V) -> (B,).
 
-    Cut the interval from 0 to 1 into a piece for each token, as long as its probability. Draw a
-    number u, and take the token whose piece contains it (*inverse transform sampling*).
-    torch.multinomial does the same, but takes six times as long, and has returned tokens of
-    probability 0 (pytorch issue 50034).
+    Cut the interval from 0 to 1 into a piece for each token, as long as its probability. Take the
+    token whose piece contains a random number u (*inverse transform sampling*). torch.multinomial
+    is six times as slow, and has returned tokens of probability 0 (pytorch issue 50034).
     """
     ends = logits.float().softmax(-1).cumsum(-1, dtype=torch.float64)  # of the pieces: (B, V)
     if ends.isnan().any():
@@ -363,11 +358,11 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0):
 # is -log of this probability. For a margin score(a) - score(b) of 2, 0 or -2, it is 0.13, 0.69 or
 # 2.13.
 #
-# Why a model? PPO needs a score for each response as soon as it is sampled, and people label pairs
-# only once. But the responses of PPO differ from the answers in the pairs (*distribution shift*),
-# so their scores may be wrong: too high, for example, for long, flattering or evasive answers.
-# Learning to exploit this is *reward hacking* or *overoptimisation*: the score rises, and the text
-# gets worse. Hence the penalty on the KL, and the cap.
+# Why a model? PPO needs a score for each response as soon as it is sampled. But these responses
+# differ from the answers in the pairs (*distribution shift*), so their scores may be wrong: too
+# high, for example, for long, flattering or evasive answers. Learning to exploit this is *reward
+# hacking* or *overoptimisation*: the score rises, and the text gets worse. Hence the penalty on the
+# KL, and the cap.
 
 
 def reward_model_loss(chosen_scores, rejected_scores):
@@ -393,9 +388,8 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #                   = sum_y p(y) * grad log p(y) * score(y)     because grad p = p * grad log p
 #                   = E[ grad log p(y) * score(y) ]             (the log-derivative trick)
 #
-# This is the *policy gradient*, a mean over samples: SFT on the policy's own responses, each made
-# more or less probable in proportion to its score. A loss is minimised, so it gets a minus. This is
-# REINFORCE (Williams, 1992):
+# This is the *policy gradient*, a mean over samples: SFT on the policy's own responses, each
+# weighted by its score. A loss is minimised, so it gets a minus: REINFORCE (Williams, 1992)
 #
 #     tokens, mask = generate(policy, prompts, max_new_tokens)
 #     logprobs, _ = evaluate_actions(policy, tokens, mask)
@@ -403,9 +397,8 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #     loss = -(logprobs.sum(1) * scores).mean()    # log p(y) is the sum of log pi
 #
 # (A token leads to one state for certain: the row plus this token. So p(y) has no other factors.)
-# Sampling is how the policy *explores*: what is never sampled is never rewarded. The error of the
-# mean shrinks only with the square root of the batch size, so most of what follows fights noise.
-# Four changes lead from here to PPO.
+# Sampling is how the policy *explores*: what is never sampled is never rewarded. A mean over
+# samples is noisy, and most of what follows fights this noise. Four changes lead from here to PPO.
 #
 # 5.2 The first change: the KL joins the reward
 #
@@ -421,9 +414,9 @@ def reward_model_loss(chosen_scores, rejected_scores):
 
 def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
     """scores (B,), the rest (B, T-1) -> the reward of each token, (B, T-1): it pays beta per nat of
-    its KL, and the last one gets the score. Needs check_shapes, check_mask, row_lengths."""
-    check_mask(mask, logprobs, ref_logprobs)
-    check_mask(mask[:, 0], scores)  # one score per row
+    its KL, and the last one gets the score. Needs check_shapes, row_lengths."""
+    check_shapes(logprobs, ref_logprobs, mask=mask)
+    check_shapes(scores, mask=mask[:, 0])  # one score per row
     rewards = torch.where(mask, -kl_coef * (logprobs - ref_logprobs), 0.0)
     rows = torch.arange(len(mask), device=mask.device)
     rewards[rows, row_lengths(mask) - 2] += scores
@@ -433,8 +426,8 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 # 5.3 The second and the third change: later rewards only, and a baseline
 #
 # How much credit does each token deserve (*credit assignment*)? So far each grad log pi is
-# multiplied by the sum of all rewards of its response (its *episode* or *trajectory*). Two more
-# changes usually make this gradient less noisy.
+# multiplied by the sum of all rewards of its response (its *episode* or *trajectory*). Two changes
+# usually make this gradient less noisy.
 #
 # Drop the earlier rewards. When a token is chosen, the rewards before it are constants. Given the
 # state, E[grad log pi] is 0 (as E[grad log p] is above), and so is a constant times it. So grad
@@ -449,7 +442,7 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 
 def gae(rewards, values, mask, gamma, lam):
     """Generalised advantage estimation (arXiv:1506.02438): (B, T-1) each -> advantages, returns.
-    Needs check_shapes, check_mask.
+    Needs check_shapes.
 
     return - value uses the whole sampled future. The other extreme looks one step ahead, and trusts
     the next value for the rest (*bootstrapping*). With rewards r and values v, this *temporal
@@ -465,13 +458,11 @@ def gae(rewards, values, mask, gamma, lam):
     With lam = 1 the values in between cancel: A is return - value (*Monte Carlo*), unbiased, but
     noisy. lam = 0 gives only delta: less noisy, but biased where values are wrong. In between, A
     averages the estimates that look 1, 2, 3, ... steps ahead, with weights that fall by the factor
-    lam. For responses of hundreds of tokens, many start with lam = 0.95.
-
-    With gamma below 1, later rewards count less. For text, gamma = 1 is usual: a long answer is
-    worth no less than a short one. The value after the last action counts as 0, even if the length
-    limit cut the response off: the score is paid by then.
+    lam. (For responses of hundreds of tokens, many start with lam = 0.95.) With gamma below 1,
+    later rewards count less; for text, gamma = 1 is usual. The value after the last action counts
+    as 0, even if the length limit cut the response off: the score is paid by then.
     """
-    check_mask(mask, rewards, values)
+    check_shapes(rewards, values, mask=mask)
     rewards = torch.where(mask, rewards, 0.0)
     values = torch.where(mask, values, 0.0)
     advantages = torch.zeros_like(rewards)
@@ -489,14 +480,13 @@ def gae(rewards, values, mask, gamma, lam):
 
 def whiten(numbers, mask):
     """Shift and scale to mean 0 and standard deviation 1 over the mask; 0 elsewhere: (B, T-1).
-    Needs check_shapes, check_mask.
+    Needs check_shapes.
 
     The mean is one more baseline, and the policy loss no longer depends on the scale of the scores.
-    (The value loss does: a standard deviation of about 1 is best.) But the advantages of nearly
-    equal responses are scaled up, noise included. Returns are never whitened: the values must learn
-    their true size.
+    (The value loss does.) But the advantages of nearly equal responses are scaled up, noise
+    included. Returns are never whitened: the values must learn their true size.
     """
-    check_mask(mask, numbers)
+    check_shapes(numbers, mask=mask)
     mean = numbers[mask].mean()
     std = numbers[mask].std(correction=0)
     rounding = 1e-5 * mean.abs() + 1e-8  # of equal numbers: it must not be scaled up to 1
@@ -505,10 +495,10 @@ def whiten(numbers, mask):
 
 # 5.4 The fourth change: several gradient steps on one batch, because sampling is slow
 #
-# A pass over the batch is cut into minibatches, with a gradient step for each. In the first step
-# the policy being trained sampled the batch (*on-policy*). After that, the policy that sampled is
-# called the *old* policy, and the next steps are *off-policy*. The *ratio* pi / old corrects for
-# that, choice by choice (*importance sampling*). For an action a:
+# A pass over the batch is cut into minibatches, with a gradient step for each. At the first step,
+# the policy being trained is still the one that sampled the batch (*on-policy*). From then on, the
+# one that sampled is called the *old* policy, and the steps are *off-policy*. The *ratio* pi / old
+# corrects for that, choice by choice (*importance sampling*). For an action a:
 #
 #     E_old[ratio * A] = sum_a old(a) (pi(a) / old(a)) A(a) = E_pi[A]
 #
@@ -534,11 +524,11 @@ def whiten(numbers, mask):
 #     gradient       0      0.17   0        what multiplies grad log pi
 #
 # The loss is -(1.37 + 0.17 - 1.04) / 3 = -0.17. Where the clipped product is the smaller one, there
-# is no gradient, because a clipped ratio is a constant. The first token has risen enough, the last
+# is no gradient, because a clipped ratio is a constant: the first token has risen enough, the last
 # has fallen enough. Why not always the clipped one? Tokens share the weights, so steps for others
 # may have moved a ratio the wrong way. If the ratio of the first token (A = 1.14) had fallen to
-# 0.70, the clip alone would freeze it there. But ratio * A = 0.80 is less than clipped * A = 0.91,
-# and has a gradient: the ratio is pulled back up.
+# 0.70, ratio * A = 0.80 would be less than clipped * A = 0.91, and have a gradient: the ratio is
+# pulled back up. The clip alone would freeze it there.
 #
 # What multiplies grad log pi in all cases:
 #
@@ -547,31 +537,30 @@ def whiten(numbers, mask):
 #     A < 0       0                  ratio * A     ratio * A
 #
 # A single step can still carry a ratio out of the range. In one pass of four steps, the default,
-# the clip hardly acts. In four passes it is needed: with it, optimality is 0.90, without any clip
-# -1.35 (RESULTS.md).
+# the clip hardly acts: here PPO is almost REINFORCE with a baseline. In four passes the clip is
+# needed: with it optimality is 0.90, without it -1.35 (RESULTS.md; 1 is the best possible policy).
 
 
-def k3(log_ratio):
-    """An estimate of the KL at each token, of any shape; see 5.6. Cut off at exp(20): it must not
-    overflow."""
-    return (-log_ratio).clamp(max=20).exp() - 1 + log_ratio
+def k3(d):
+    """An estimate of KL(p || q) at each token, from d = log p - log q of a token sampled from p, of
+    any shape; see 5.6. The clamp keeps exp from overflowing."""
+    return (-d).clamp(max=20).exp() - 1 + d
 
 
 def policy_loss(logprobs, old_logprobs, advantages, clip_eps):
-    """PPO's clipped objective (eq. 7), negated -> losses, stats, to be averaged over the mask (of
-    ratio_max, take the maximum): (B, T-1) each. Only logprobs has a gradient. Needs check_shapes,
-    k3."""
+    """PPO's clipped objective (eq. 7), negated -> losses, stats, to be averaged over the mask:
+    (B, T-1) each. Only logprobs has a gradient. Needs check_shapes, k3."""
     check_shapes(logprobs, old_logprobs, advantages)
     log_ratio = logprobs - old_logprobs.detach()
-    ratio = log_ratio.clamp(max=20).exp()  # pi / old, cut off like k3
+    ratio = log_ratio.clamp(max=20).exp()  # pi / old
     unclipped = ratio * advantages.detach()
     clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages.detach()
     losses = -torch.min(unclipped, clipped)
     return losses, {
         "policy_loss": losses,
-        "approx_kl": k3(-log_ratio),  # of KL(old || pi), because old has sampled
+        "approx_kl": k3(-log_ratio),  # KL(old || pi): old has sampled
         "clip_frac": ((ratio - 1).abs() > clip_eps).float(),  # with or without a gradient
-        "ratio_max": ratio,
+        "ratio": ratio,
     }
 
 
@@ -581,10 +570,10 @@ def policy_loss(logprobs, old_logprobs, advantages, clip_eps):
 #
 # - The weights of its head start at 0: random values would be noise in the advantages.
 # - center_values() first sets its bias to the mean score (the mean return, as long as the KL is 0).
-#   If scores are far from 0, many updates would otherwise only learn a constant.
+#   Otherwise many updates may only learn a constant.
 # - The head has far to go: train_ppo.py trains it at 30 times the learning rate of the trunk.
 # - Its gradient enters the trunk too, where vf_coef = 0.1 keeps it below that of the policy.
-# - Its loss is clipped, as in most published code. (Without this clip the results are no worse.)
+# - Its loss is clipped, as in most published code. (Without this clip, results are no worse.)
 #
 # In theory values make the gradient less noisy. With batches of 128 short responses, as here, PPO
 # hardly needs them (RESULTS.md): the mean of the batch is a good baseline already.
@@ -595,11 +584,10 @@ def value_loss(values, old_values, returns, clip):
     each. Only values has a gradient. Needs check_shapes.
 
     The loss is the larger of two errors: that of the value, and that of the value kept within
-    `clip` of the old one, so that values do not follow one noisy batch too far. (The policy takes
-    the smaller of two gains: both are pessimistic.) The first value of the header, 0.80, should
-    become 1.35. If it moves to 1.10, its error is 0.25^2 / 2 = 0.03. With clip 0.2 it may move to
-    1.00, where the error is 0.35^2 / 2 = 0.06. So 0.06 counts, and has no gradient, as the clipped
-    value is a constant.
+    `clip` of the old one, so that values do not follow one noisy batch too far. The first value of
+    the header, 0.80, should become 1.35. If it moves to 1.10, its error is 0.25^2 / 2 = 0.03. With
+    clip 0.2 it may move to 1.00, where the error is 0.35^2 / 2 = 0.06. So 0.06 counts, and has no
+    gradient, as the clipped value is a constant.
     """
     check_shapes(values, old_values, returns)
     old_values = old_values.detach()
@@ -620,16 +608,15 @@ def center_values(policy, batch):
 
 # 5.6 The KL: how it is measured, and why it is in the reward
 #
-# The KL is 0 if pi and ref agree, and above 0 otherwise. A sample of it may be below 0. Three
-# estimates at one token, where d is log pi - log ref of the sampled token (Schulman, "Approximating
-# KL divergence"):
+# The KL is 0 if pi and ref agree, and above 0 otherwise. Three estimates from one sampled token,
+# with d = log pi - log ref (Schulman, "Approximating KL divergence"):
 #
 #     k1 = d                  on average the KL, but often below 0   in the reward; metric kl
 #     k2 = d^2 / 2            its mean gradient is that of the KL    in variations/kl_in_loss.py
-#     k3 = exp(-d) - 1 + d    on average the KL, and never below 0   metrics kl_k3, approx_kl
+#     k3 = exp(-d) - 1 + d    on average the KL, and never below 0   metrics; in the loss of GRPO
 #
-# k3 is never below 0, because exp(z) >= 1 + z, and near 0 it varies less than k1. Its mean is the
-# KL, because E[exp(-d)] = E[ref / pi] = sum ref = 1.
+# k3 is never below 0, because exp(z) >= 1 + z. Its mean is the KL, because E[exp(-d)] =
+# E[ref / pi] = sum ref = 1. Near 0 it varies less than k1.
 #
 # Why not in the loss? A token decides which states follow, and with them the later KL. In the
 # reward, the return of a token contains its own d and all later ones. As a loss, k2 has the
@@ -637,16 +624,14 @@ def center_values(policy, batch):
 # nothing: its gradient, grad log pi, has mean 0.
 #
 # KL(pi || ref) is a mean over what pi writes: an answer that ref hardly ever writes costs a lot,
-# one that pi stops writing costs little. (A policy that drops answers worth half of ref's
-# probability pays log 2 = 0.69 nats. Losing variety like this is called *mode collapse*.)
-# KL(ref || pi), a mean over what ref writes, would keep all its answers, even its mistakes. An
-# *entropy bonus*, a reward for variety, is in the penalty already: -beta * KL =
-# beta * (entropy of pi) + beta * E[log ref].
+# one that pi stops writing costs little. (Dropping half of ref's probability costs log 2 = 0.69
+# nats. Losing variety like this is *mode collapse*.) An *entropy bonus*, a reward for variety, is
+# in the penalty already: -beta * KL = beta * (entropy of pi) + beta * E[log ref].
 
 
 def kl_per_response(logprobs, ref_logprobs, mask):
     """k1, summed over the tokens of each response, in nats: (B, T-1) each -> (B,)."""
-    check_mask(mask, logprobs, ref_logprobs)
+    check_shapes(logprobs, ref_logprobs, mask=mask)
     return torch.where(mask, logprobs - ref_logprobs, 0.0).sum(1)
 
 
@@ -667,7 +652,6 @@ def kl_per_response(logprobs, ref_logprobs, mask):
 class PPOConfig:
     max_new_tokens: int = 48  # longest response, in tokens
     temperature: float = 1.0  # divides the logits, in sampling and in every log pi
-    sample_batch: int = 512  # responses sampled at once, if memory is short
     length_penalty: float = 0.0  # subtracted from the score for each token of a response
     missing_eos_penalty: float = 1.0  # subtracted from the score if a response was cut off
     kl_coef: float = 0.1  # beta, the penalty per nat of KL to the reference
@@ -682,12 +666,6 @@ class PPOConfig:
     micro_batch: int = 0  # responses trained on at once, if memory is short; 0: a whole minibatch
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
 
-    def __post_init__(self):
-        if not self.temperature > 0:
-            raise ValueError(f"temperature ({self.temperature}): should be above 0")
-        if not (0 <= self.gamma <= 1 and 0 <= self.lam <= 1):
-            raise ValueError(f"gamma ({self.gamma}) and lam ({self.lam}): should be from 0 to 1")
-
 
 @torch.no_grad()
 def rollout(policy, ref, score, prompts, config):
@@ -695,7 +673,7 @@ def rollout(policy, ref, score, prompts, config):
     phases need. score(prompts, tokens, mask) -> (B,); with a reward model that is
     reward_model(tokens, row_lengths(mask))."""
     tokens, mask = generate(policy, prompts, config.max_new_tokens, config.temperature)
-    # Sampling has computed log pi too, but rounded it otherwise. Now the first ratio will be 1.
+    # Sampling has computed log pi too, but with other rounding. This way the first ratio is 1.
     old_logprobs, old_values = evaluate_actions(policy, tokens, mask, config.temperature)
     ref_logprobs, _ = evaluate_actions(ref, tokens, mask, config.temperature)
     last = tokens.gather(1, row_lengths(mask)[:, None] - 1).squeeze(1)
@@ -710,22 +688,6 @@ def rollout(policy, ref, score, prompts, config):
         "old_values": old_values,
         "ref_logprobs": ref_logprobs,
     }
-
-
-def rollout_in_pieces(policy, ref, score, prompts, config):
-    """The same for many prompts: at most config.sample_batch are sampled at once, and only
-    neighbours of similar length. (Sort the prompts first, if their lengths differ much.)"""
-
-    def piece_of(i):
-        return i // config.sample_batch, len(prompts[i]) // config.max_new_tokens
-
-    rows = defaultdict(list)
-    for _, indices in groupby(range(len(prompts)), piece_of):
-        piece = [prompts[i] for i in indices]
-        for name, tensor in rollout(policy, ref, score, piece, config).items():
-            rows[name].extend(tensor)
-    scalars = {name: torch.stack(rows.pop(name)) for name in ("scores", "ended")}
-    return {name: pad_sequence(rows[name], batch_first=True) for name in rows} | scalars
 
 
 def compute_advantages(batch, config):
@@ -777,13 +739,11 @@ def ppo_update(policy, optimizer, batch, config, loss=ppo_loss):
     """Phase 4: epochs x minibatches gradient steps -> means of the stats. loss(logprobs, values,
     batch, config) -> losses, and stats as in policy_loss, of each token: (B, T-1).
 
-    The loss of a step is the mean over its tokens. (The derivation has a sum for each response. The
-    factor between the two, the mean length, hardly changes from batch to batch.)
+    The loss of a step is the mean over its tokens. (The derivation has a sum for each response; the
+    mean length, a factor between the two, hardly changes.)
     """
     B = len(batch["mask"])
-    if config.minibatches > B:
-        raise ValueError(f"{config.minibatches} minibatches of only {B} responses")
-    seen = defaultdict(list)
+    history = defaultdict(list)  # of the stats
     norms = []
     for _ in range(config.epochs):
         shuffled = torch.randperm(B, device=batch["mask"].device)
@@ -797,18 +757,12 @@ def ppo_update(policy, optimizer, batch, config, loss=ppo_loss):
                 losses, stats = loss(logprobs, values, piece, config)
                 (losses[mask].sum() / N).backward()
                 for name, numbers in {"loss": losses, **stats}.items():
-                    seen[name].append(numbers[mask].detach())
+                    history[name].append(numbers[mask].detach())
             norms.append(gradient_step(optimizer, config.max_grad_norm))
-    means = {name: torch.cat(pieces).mean().item() for name, pieces in seen.items()}
-    means["ratio_max"] = torch.cat(seen["ratio_max"]).max().item()
-    return means | {"grad_norm": sum(norms) / len(norms)}
-
-
-def explained_variance(values, returns, mask):
-    """1 - Var(returns - values) / Var(returns): 1 is perfect, 0 no better than the mean."""
-    check_mask(mask, values, returns)
-    unexplained = (returns - values)[mask].var(correction=0)
-    return (1 - unexplained / (returns[mask].var(correction=0) + 1e-8)).item()
+    means = {name: torch.cat(pieces).mean().item() for name, pieces in history.items()}
+    means["ratio_max"] = torch.cat(history["ratio"]).max().item()
+    means["grad_norm"] = sum(norms) / len(norms)
+    return means
 
 
 def batch_metrics(batch, config):
@@ -816,11 +770,11 @@ def batch_metrics(batch, config):
     rises, kl climbs to a few nats and stays, entropy falls, but not to 0. objective estimates J."""
     mask, scores, old_logprobs = batch["mask"], batch["scores"], batch["old_logprobs"]
     kl = kl_per_response(old_logprobs, batch["ref_logprobs"], mask)
-    log_ratio = torch.where(mask, old_logprobs - batch["ref_logprobs"], 0.0)
+    d = (old_logprobs - batch["ref_logprobs"])[mask]
     return {
         "score": scores.mean().item(),
         "kl": kl.mean().item(),
-        "kl_k3": k3(log_ratio).sum(1).mean().item(),
+        "kl_k3": k3(d).sum().item() / len(scores),
         "kl_coef": config.kl_coef,
         "objective": (scores - config.kl_coef * kl).mean().item(),
         "entropy": -masked_mean(old_logprobs, mask).item(),  # an estimate of E[-log pi]
@@ -863,8 +817,8 @@ def main():
         if step % 20 == 0 or step == 99:
             stats = batch_metrics(batch, config)
             words = ["".join(LETTERS[i] for i in row) for row in batch["tokens"][:4].tolist()]
-            watch = "  ".join(f"{name} {stats[name]:5.2f}" for name in ("score", "kl", "entropy"))
-            print(f"iteration {step + 1:3}  {watch}  {' '.join(words)}")
+            line = "  ".join(f"{name} {stats[name]:5.2f}" for name in ("score", "kl", "entropy"))
+            print(f"iteration {step + 1:3}  {line}  {' '.join(words)}")
 
     names = "old_logprobs", "ref_logprobs", "rewards", "old_values", "returns", "advantages"
     print("\n      action", *(f"{name:>12}" for name in names))

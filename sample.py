@@ -6,7 +6,7 @@ Without a prompt, each line of standard input is a prompt.
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from plumbing.text import responses_of
 
 @dataclass
 class Config:
-    words: str = ""  # a checkpoint, such as out/ppo.pt, and prompts
+    words: list = field(default_factory=list)  # a checkpoint, such as out/ppo.pt, and prompts
     n: int = 1  # responses to each prompt
     temperature: float = 1.0  # divides the logits; below 1 keeps to likelier words
     max_new_tokens: int = 64  # longest response, in tokens

@@ -3,22 +3,21 @@
     python train_rm.py                     after train_sft.py, on the same data
     python train_rm.py --data FOLDER       on your own pref_train.jsonl and pref_val.jsonl
 
-The files hold rows {"prompt": ..., "chosen": ..., "rejected": ...}. The loss is -log sigmoid(score
-of the chosen answer - score of the rejected one). Writes out/rm.pt, after setting the scale of the
-scores: on answers of the SFT model they have mean 0 and standard deviation 1.
+The files hold rows {"prompt": ..., "chosen": ..., "rejected": ...}. The loss is
+-log sigmoid(score of the chosen answer - score of the rejected one). Writes out/rm.pt.
 """
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
 
 from minippo import RewardModel, generate, gradient_step, reward_model_loss, row_lengths, set_lr
+from plumbing.batches import chunks, pad, similar_batches
 from plumbing.files import Record
 from plumbing.models import load_sft, save_checkpoint
 from plumbing.settings import RunConfig, run_script
-from plumbing.text import chunks, pad, read_ids, read_prompts, similar_batches
+from plumbing.text import read_ids, read_prompts
 
 
 @dataclass
@@ -48,8 +47,8 @@ def scores_of(model, pairs, device):
 
 @torch.no_grad()
 def validation(model, pairs, config, device):
-    pieces = [scores_of(model, piece, device) for piece in chunks(pairs, config.micro_batch)]
-    _, stats = reward_model_loss(*torch.cat(pieces).unbind(1))
+    scores = [scores_of(model, piece, device) for piece in chunks(pairs, config.micro_batch)]
+    _, stats = reward_model_loss(*torch.cat(scores).unbind(1))
     return {f"val_{name}": mean for name, mean in stats.items()}
 
 
@@ -57,7 +56,6 @@ def validation(model, pairs, config, device):
 def set_score_scale(reward_model, sft, prompts, config):
     """Shift and scale the scores, so that the SFT model's own answers have mean 0 and standard
     deviation 1; and cap them at what one in a hundred of these exceeds."""
-    print(f"       scoring {config.answers:,} answers of the SFT model, to set the scale")
     prompts = sorted((prompts[i % len(prompts)] for i in range(config.answers)), key=len)
     scores = []
     for piece in chunks(prompts, 256):
@@ -77,26 +75,26 @@ def train(config):
     val_pairs = read_ids(config.data, "pref", "val", tokenizer, context)
     prompts = read_prompts(config.data, "train", tokenizer, context, config.max_new_tokens)
     steps = min(config.steps, math.ceil(config.epochs * len(pairs) / config.batch_size))
-    batches = similar_batches(pairs, steps, config.batch_size, config.seed)  # of similar length
+    batches = similar_batches(pairs, steps, config.batch_size, config.seed)
 
     model = RewardModel(sft).to(device).train()
     groups = [{"params": model.parameters(), "peak": config.lr}]
-    # With 0.99, Adam forgets a gradient after some hundred steps: runs are short.
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
     facts = {"pairs": len(pairs), "prompts": len(prompts), "sft": sft_fingerprint}
     record = Record(config, "rm", steps, {"model": model, "optimizer": optimizer}, **facts)
+    first = record.begin(config.resume)
 
-    for step in range(record.step, steps):
+    for step in range(first, steps):
         set_lr(optimizer, step, steps, config.warmup)
         batch = batches[step]
-        stats = Counter()
+        scores = []
         optimizer.zero_grad()
         for piece in chunks(batch, config.micro_batch):
-            share = len(piece) / len(batch)
-            loss, piece_stats = reward_model_loss(*scores_of(model, piece, device).unbind(1))
-            (share * loss).backward()
-            for name, mean in piece_stats.items():
-                stats[name] += share * mean
+            piece_scores = scores_of(model, piece, device)
+            loss, _ = reward_model_loss(*piece_scores.unbind(1))
+            (loss * len(piece) / len(batch)).backward()
+            scores.append(piece_scores.detach())
+        _, stats = reward_model_loss(*torch.cat(scores).unbind(1))
         stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
         stats["lr"] = optimizer.param_groups[0]["lr"]
         if (step + 1) % max(1, steps // 10) == 0:

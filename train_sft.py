@@ -15,11 +15,12 @@ import torch
 from data.rows import read_rows
 from data.zoo import ensure_data
 from minippo import GPT, GPTConfig, evaluate_actions, gradient_step, set_lr
+from plumbing.batches import batch_of, pad_completions, similar_chunks
 from plumbing.files import Record
 from plumbing.gpt2 import read_gpt2
 from plumbing.models import save_checkpoint
 from plumbing.settings import RunConfig, run_script
-from plumbing.text import Tokenizer, batch_of, encode_rows, padded_pieces
+from plumbing.text import Tokenizer, encode_rows
 
 
 @dataclass
@@ -51,8 +52,10 @@ def new_model(config, rows):
 @torch.no_grad()
 def validation_loss(model, rows, config, device):
     """The mean of -log pi over the tokens of the completions."""
-    total, count = 0.0, 0
-    for tokens, mask in padded_pieces(rows, config.micro_batch, device):
+    total = 0.0
+    count = 0
+    for piece in similar_chunks(rows, config.micro_batch):
+        tokens, mask = pad_completions(piece, device)
         logprobs, _ = evaluate_actions(model, tokens, mask)
         total -= logprobs.sum().item()
         count += mask.sum().item()
@@ -72,18 +75,20 @@ def train(config):
     steps = min(config.steps, math.ceil(config.epochs * len(rows) / config.batch_size))
 
     groups = [{"params": model.parameters(), "peak": config.lr}]
-    # With 0.99, Adam forgets a gradient after some hundred steps: runs are short.
+    # Adam's usual 0.999 averages over a thousand steps: too slow for a short run.
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
     facts = {"rows": len(rows), "vocabulary": tokenizer.fingerprint()}
     record = Record(config, "sft", steps, {"model": model, "optimizer": optimizer}, **facts)
+    first = record.begin(config.resume)
 
-    for step in range(record.step, steps):
+    for step in range(first, steps):
         set_lr(optimizer, step, steps, config.warmup)
         batch = batch_of(rows, step, config.batch_size, config.seed)
         N = sum(len(completion) for _, completion in batch)  # tokens
         loss = 0.0
         optimizer.zero_grad()
-        for tokens, mask in padded_pieces(batch, config.micro_batch, device):
+        for piece in similar_chunks(batch, config.micro_batch):
+            tokens, mask = pad_completions(piece, device)
             logprobs, _ = evaluate_actions(model, tokens, mask)
             piece_loss = -logprobs.sum() / N
             piece_loss.backward()

@@ -1,64 +1,44 @@
-"""Fills the tables of RESULTS.md from results.json: means over the seeds ± standard errors."""
+"""Fills the tables of RESULTS.md from results.jsonl: means over the seeds ± standard errors."""
 
-import json
+import re
+import statistics
 from pathlib import Path
 
-from bench.run import RESULTS
+from bench.run import COLUMNS, read_results
 
 PAGE = Path(__file__).parents[1] / "RESULTS.md"
-COLUMNS = "judge", "score", "optimality", "kl", "distinct"
 
 
 def cell(numbers):
     """The mean of the seeds ± its standard error, or the number of a single seed."""
     if not numbers:
         return ""
-    mean = sum(numbers) / len(numbers)
+    mean = f"{statistics.mean(numbers):.3f}"
     if len(numbers) == 1:
-        return f"{mean:.3f}"
-    variance = sum((x - mean) ** 2 for x in numbers) / (len(numbers) - 1)
-    return f"{mean:.3f} ± {(variance / len(numbers)) ** 0.5:.3f}"
+        return mean
+    return f"{mean} ± {statistics.stdev(numbers) / len(numbers) ** 0.5:.3f}"
 
 
-def table(rows):
-    """{label: {seed: {name: number}}} -> the lines of a table."""
-    reports = [report for row in rows.values() for report in row.values()]
-    columns = [name for name in COLUMNS if any(name in report for report in reports)]
+def table(results):
+    """The results of a table, as read_results() gives them -> its lines."""
+    columns = [name for name in COLUMNS if any(name in result for result in results)]
     lines = ["| | " + " | ".join(columns) + " |", "| --- |" + " ---: |" * len(columns)]
-    for label, row in rows.items():
-        cells = []
-        for name in columns:
-            cells.append(cell([report[name] for report in row.values() if name in report]))
+    for label in dict.fromkeys(result["row"] for result in results):
+        row = [result for result in results if result["row"] == label]
+        cells = [cell([result[name] for result in row if name in result]) for name in columns]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def rows_of(name, results):
-    """The rows of a table: the policy of each command; of seeds and sums, what it began as too."""
-    rows = {}
-    if name in ("seeds", "sums"):
-        first = next(iter(results.values()))
-        rows["SFT"] = {seed: report["sft"] for seed, report in first.items()}
-    for label, reports in results.items():
-        rows[label] = {seed: report["policy"] for seed, report in reports.items()}
-        if name == "seeds":
-            for n in ("4", "16", "64"):
-                rows[f"best of {n}"] = {s: x["best_of_n"][n] for s, x in reports.items()}
-            unseen = {seed: report["unseen"] for seed, report in reports.items()}
-            rows[f"{label}, unseen prompts"] = unseen
-    return rows
+    commits = sorted({result["commit"] for result in results})
+    seeds = sorted({result["seed"] for result in results})
+    return "\n".join([*lines, "", f"Seeds {seeds}, commit {', '.join(commits)}."])
 
 
 def main():
     text = PAGE.read_text(encoding="utf-8")
-    for name, results in json.loads(RESULTS.read_text()).items():
-        commits = sorted({x["commit"] for reports in results.values() for x in reports.values()})
-        if f"<!-- {name} -->" not in text:
-            continue
+    for name in re.findall("<!-- (\\w+) -->", text):
+        results = [result for result in read_results() if result["table"] == name]
         before, begin, rest = text.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition(f"<!-- /{name} -->")
-        filled = f"{table(rows_of(name, results))}\n\nCommit {', '.join(commits)}.\n"
-        text = before + begin + filled + end + after
+        text = before + begin + table(results) + "\n" + end + after
     PAGE.write_text(text, encoding="utf-8")
 
 

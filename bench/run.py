@@ -1,21 +1,25 @@
-"""Trains and evaluates the rows of a table of RESULTS.md, and keeps the reports in results.json.
+"""Trains and evaluates the rows of a table of RESULTS.md, and keeps the numbers in results.jsonl.
 
-    python -m bench.run seeds --seeds 0 1 2        all three stages for each seed
-    python -m bench.run settings --seeds 0 1 2     PPO with other settings, from these models
-    python -m bench.fill                           then: the tables of RESULTS.md
+    python -m bench.run seeds 0 1 2        all three stages for each seed
+    python -m bench.run settings 0 1 2     PPO with other settings, from these models
+    python -m bench.fill                   then: the tables of RESULTS.md
 
 An interrupted command goes on where it was stopped. Set OMP_NUM_THREADS=1 and run two commands side
 by side, in two checkouts, to use two cores.
 """
 
-import argparse
 import json
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
-RESULTS = Path(__file__).with_name("results.json")
+from data.rows import UserError
+from plumbing.settings import run_script
+
+RESULTS = Path(__file__).with_name("results.jsonl")
 OUT = Path("out/bench")
+COLUMNS = "judge", "score", "optimality", "kl", "distinct"
 PPO = ["train_ppo.py"]
 # Of each table: {row: command of stage 3}
 TABLES = {
@@ -61,6 +65,27 @@ def commit():
     return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
 
 
+def rows_of(table, label, report):
+    """{name of the row: what evaluate.py found}"""
+    rows = {}
+    if table in ("seeds", "sums"):
+        rows["SFT"] = report["sft"]
+    if table == "seeds":
+        for n in ("4", "16", "64"):
+            rows[f"best of {n}"] = report["best_of_n"][n]
+    rows[label] = report["policy"]
+    if table == "seeds":
+        rows[f"{label}, unseen prompts"] = report["unseen"]
+    return rows
+
+
+def read_results():
+    """A dict for each row of a table and each seed."""
+    if not RESULTS.exists():
+        return []
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()]
+
+
 def train_earlier_stages(table, seed):
     """-> the folder of the models that stage 3 starts from, and that of its data."""
     common = ["--seed", seed, "--resume"]
@@ -77,29 +102,32 @@ def train_earlier_stages(table, seed):
     return data, models
 
 
-def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("table", choices=TABLES)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    options = parser.parse_args()
-    for seed in options.seeds:
-        data, models = train_earlier_stages(options.table, seed)
-        for row, command in TABLES[options.table].items():
-            results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-            if str(seed) in results.get(options.table, {}).get(row, {}):
+@dataclass
+class Config:
+    words: list = field(default_factory=list)  # a table and its seeds
+
+
+def main(config):
+    name, *seeds = config.words or [""]
+    if name not in TABLES or not all(seed.isdecimal() for seed in seeds):
+        raise UserError(f"give one of {', '.join(TABLES)}, and seeds")
+    for seed in map(int, seeds):
+        data, models = train_earlier_stages(name, seed)
+        for label, command in TABLES[name].items():
+            here = {"table": name, "row": label, "seed": seed}
+            if any(here.items() <= result.items() for result in read_results()):
                 continue  # measured before
-            out = models / options.table / row.replace(" ", "_")
+            out = models / name / label.replace(" ", "_")
             places = ["--data", data, "--models", models, "--out", out]
             python(*command, *places, "--seed", seed, "--resume")
-            python("evaluate.py", out, "--models", models, "--kl_coef", 0.1)
+            python("evaluate.py", out, "--kl_coef", 0.1)  # one beta in all rows
             report = json.loads((out / "report.json").read_text())
-            kept = {name: report.get(name) for name in ("sft", "policy", "unseen", "best_of_n")}
-            kept["commit"] = commit()
-            results.setdefault(options.table, {}).setdefault(row, {})[str(seed)] = kept
-            RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+            for row, summary in rows_of(name, label, report).items():
+                numbers = {x: round(summary[x], 4) for x in COLUMNS if x in summary}
+                result = {**here, "row": row, "commit": commit(), **numbers}
+                with open(RESULTS, "a") as file:
+                    file.write(json.dumps(result) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main, Config, __doc__)

@@ -6,7 +6,6 @@ All answers are drawn from a known distribution, `crowd`, so the limits of any m
 The judge labels the pairs and grades answers for the logs.
 """
 
-import argparse
 import math
 import random
 import re
@@ -337,19 +336,15 @@ def make_rows(seed):
 
 
 def write_data(folder, seed=0):
-    """Writes a new folder, all at once, and returns its rows."""
+    """Writes a new folder, all at once."""
     folder = Path(folder)
-    if folder.exists():
-        raise UserError(f"{folder} already exists; choose another folder")
-    rows = make_rows(seed)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
         # One level down, because the temporary folder itself is private.
         data = Path(temporary) / "data"
-        for name in rows:
-            write_jsonl(data / f"{name}.jsonl", rows[name])
+        for name, rows in make_rows(seed).items():
+            write_jsonl(data / f"{name}.jsonl", rows)
         data.rename(folder)
-    return rows
 
 
 def ensure_data(folder):
@@ -357,20 +352,3 @@ def ensure_data(folder):
     if folder == Path("data/zoo") and not folder.exists():
         print(f"making the default data in {folder}")
         write_data(folder)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", required=True, help="a new folder")
-    parser.add_argument("--seed", type=int, default=0, help="default: 0")
-    args = parser.parse_args()
-    try:
-        files = write_data(args.out, args.seed)
-    except (UserError, OSError) as error:
-        parser.error(str(error))
-    for name, rows in files.items():
-        print(f"{name + '.jsonl':24}{len(rows):>8,} rows")
-
-
-if __name__ == "__main__":
-    main()

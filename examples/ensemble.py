@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from data.rows import UserError
+from plumbing.batches import pad
 from plumbing.models import load_checkpoint
 from plumbing.settings import find_device
-from plumbing.text import pad
 
 
 @functools.cache

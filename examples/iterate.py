@@ -21,9 +21,10 @@ import torch
 
 from data.rows import UserError, read_jsonl, write_jsonl
 from minippo import generate
+from plumbing.batches import chunks
 from plumbing.models import load_checkpoint, load_descendant, load_function, load_sft
 from plumbing.settings import find_device, run_script
-from plumbing.text import chunks, read_prompts, responses_of
+from plumbing.text import read_prompts, responses_of
 
 
 @dataclass

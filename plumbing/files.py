@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all; the state and the log of a run."""
+"""Files that are written whole or not at all; the log and the state of a run."""
 
 import hashlib
 import json
@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from data.rows import UserError
+from plumbing.settings import FREE
 
 SAVE_SECONDS = 30  # between two saved states
 SHOW_SECONDS = 4  # between two lines on the screen
@@ -75,74 +76,76 @@ def read_log(path):
 class Record:
     """The log and the state of a run: out/STAGE.jsonl and out/STAGE_state.pt.
 
-    parts: {name: what has state_dict() and load_state_dict()}. With --resume they are restored, and
-    `step` is the one to go on with; `numbers` are what save() was given besides. facts: of data and
-    models, compared by --resume as the settings are (else UserError).
+    parts: {name: what has state_dict() and load_state_dict()}. facts: of data and models, compared
+    by --resume as the settings are.
     """
 
     def __init__(self, config, stage, steps, parts, **facts):
-        self.path = config.out / f"{stage}_state.pt"
+        self.state_path = config.out / f"{stage}_state.pt"
+        self.log_path = config.out / f"{stage}.jsonl"
         self.settings = {**config.settings(), **facts}
-        self.parts, self.steps = parts, steps
-        self.step, self.numbers = self.load() if config.resume else (0, {})
-        self.save(self.step, **self.numbers)  # an earlier run ends here: its state is replaced
-        log_path = config.out / f"{stage}.jsonl"
-        lines = [line for line in read_log(log_path) if line["step"] <= self.step]
-        write_text(log_path, "".join(json.dumps(line) + "\n" for line in lines))
-        self.file = open(log_path, "a", buffering=1, encoding="utf-8")  # each line at once
+        self.parts = parts
+        self.steps = steps
+
+    def begin(self, resume):
+        """-> the first step. With resume, the parts get their saved state, and `extra` what was
+        saved beside them; UserError if the settings were others."""
+        self.first, self.extra = self.load() if resume else (0, {})
+        self.save(self.first, **self.extra)  # from here on, an earlier run is replaced
+        lines = [line for line in read_log(self.log_path) if line["step"] <= self.first]
+        write_text(self.log_path, "".join(json.dumps(line) + "\n" for line in lines))
+        self.log_file = open(self.log_path, "a", buffering=1, encoding="utf-8")  # line by line
         self.seconds_before = lines[-1]["seconds"] if lines else 0.0
         self.start = self.last_log = time.monotonic()
         self.next_show = 0.0
+        return self.first
 
     def load(self):
-        if not self.path.exists():
-            print(f"--resume: there is no {self.path}, so the run starts at the beginning")
+        if not self.state_path.exists():
+            print(f"--resume: there is no {self.state_path}, so the run starts at the beginning")
             return 0, {}
-        contents = read_torch(self.path, "--overwrite starts again")
+        contents = read_torch(self.state_path, "--overwrite starts again")
         old = contents["settings"]
-        for name in {**old, **self.settings}:
-            if old.get(name) != self.settings.get(name):
-                was = f"{name} = {old.get(name)}, not {self.settings.get(name)}"
-                raise UserError(f"{self.path}: saved with {was}; --overwrite starts again")
+        for name, setting in self.settings.items():
+            if name not in FREE and old.get(name) != setting:
+                was = f"{name} = {old.get(name)}, not {setting}"
+                raise UserError(f"{self.state_path}: saved with {was}; --overwrite starts again")
         for name, part in self.parts.items():
             part.load_state_dict(contents[name])
         torch.set_rng_state(contents["random"])
         if "random_cuda" in contents and torch.cuda.is_available():
             torch.cuda.set_rng_state_all(contents["random_cuda"])
-        return contents["step"], contents["numbers"]
+        return contents["step"], contents["extra"]
 
-    def save(self, step, **numbers):
+    def save(self, step, **extra):
         """`step` steps are done."""
         start = time.monotonic()
         contents = {name: part.state_dict() for name, part in self.parts.items()}
-        contents |= {"kind": "state", "step": step, "settings": self.settings, "numbers": numbers}
+        contents |= {"kind": "state", "step": step, "settings": self.settings, "extra": extra}
         contents["random"] = torch.get_rng_state()
         if torch.cuda.is_available():
             contents["random_cuda"] = torch.cuda.get_rng_state_all()
-        write_torch(self.path, contents)
-        now = time.monotonic()
-        self.next_save = now + max(SAVE_SECONDS, 20 * (now - start))  # large models: rarely
+        write_torch(self.state_path, contents)
+        end = time.monotonic()
+        self.next_save = end + max(SAVE_SECONDS, 20 * (end - start))  # large models: rarely
 
-    def save_if_due(self, step, **numbers):
+    def save_if_due(self, step, **extra):
         """Every half minute, and at the end."""
         if step == self.steps or time.monotonic() > self.next_save:
-            self.save(step, **numbers)
+            self.save(step, **extra)
 
     def log(self, step, stats, tokens, show):
         """tokens: trained in this step. show: names of the numbers that the screen shows."""
-        now = time.monotonic()
-        seconds = now - self.start
+        time_now = time.monotonic()
+        seconds = time_now - self.start
         line = {"step": step, **stats, "seconds": round(self.seconds_before + seconds, 2)}
-        line["tokens_per_second"] = round(tokens / (now - self.last_log), 1)
+        line["tokens_per_second"] = round(tokens / (time_now - self.last_log), 1)
         finite = {name: x if math.isfinite(x) else None for name, x in line.items()}  # for JSON
-        self.file.write(json.dumps(finite) + "\n")
-        self.last_log = now
-        if now > self.next_show or step == self.steps or "val_loss" in stats:
-            self.next_show = now + SHOW_SECONDS
+        self.log_file.write(json.dumps(finite) + "\n")
+        self.last_log = time_now
+        if time_now > self.next_show or step == self.steps or "val_loss" in stats:
+            self.next_show = time_now + SHOW_SECONDS
             numbers = "  ".join(f"{name} {stats[name]:.3g}" for name in show if name in stats)
-            left = seconds / (step - self.step) * (self.steps - step)
-            print(f"{step:>5}/{self.steps}  {numbers}  {clock(left)} left", flush=True)
-
-
-def clock(seconds):
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+            left = int(seconds / (step - self.first) * (self.steps - step))
+            clock = f"{left // 60}:{left % 60:02d}"
+            print(f"{step:>5}/{self.steps}  {numbers}  {clock} left", flush=True)

@@ -4,7 +4,7 @@ python train_sft.py --init gpt2 ...                       or a folder with a GPT
 python -m plumbing.gpt2 out/gpt2/ppo.pt gpt2 FOLDER       the trained policy, with gpt2's tokenizer
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -73,7 +73,7 @@ def read_gpt2(source, bfloat16=False):
 
 @dataclass
 class Config:
-    words: str = ""  # a checkpoint, the GPT-2 that it began as, and a new folder
+    words: list = field(default_factory=list)  # a checkpoint, its GPT-2, and a new folder
 
 
 def main(config):

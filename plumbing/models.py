@@ -3,6 +3,7 @@
 import importlib
 import sys
 from dataclasses import asdict
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from minippo import GPT, GPTConfig, RewardModel, frozen_copy, row_lengths
 from plumbing.files import fingerprint, read_torch, write_torch
 from plumbing.text import Tokenizer, responses_of
 
-LARGEST_SCORE = 1e6  # with far larger ones the loss overflows
+LARGEST_SCORE = 1e6  # far larger ones overflow
 
 
 def save_checkpoint(path, kind, model, tokenizer, **metadata):
@@ -84,12 +85,12 @@ def load_function(name):
     sys.path.append("")  # the current folder, last
     try:
         attribute = getattr(importlib.import_module(module), function)
-        if not callable(attribute):
-            raise TypeError("not a function")
-        return attribute
     except Exception as error:  # the module is the user's: it may raise anything
         hint = "give module:function, for instance my:score for score() in my.py"
         raise UserError(f"{name}: {type(error).__name__}: {error}; {hint}")
+    if not callable(attribute):
+        raise UserError(f"{name}: not a function")
+    return attribute
 
 
 def text_score(function, tokenizer):
@@ -100,41 +101,33 @@ def text_score(function, tokenizer):
     """
 
     def score(prompts, tokens, mask):
-        ids = responses_of(tokens, mask)
-        completions = [tokenizer.decode(row) for row in ids]
         names = dict.fromkeys(name for prompt in prompts for name in prompt.row)
         columns = {name: [prompt.row.get(name) for prompt in prompts] for name in names}
-        texts = columns.pop("prompt")
-        devices = range(torch.cuda.device_count())
-        with torch.random.fork_rng(devices):  # the function may seed torch
-            returned = function(
-                prompts=texts, completions=completions, completion_ids=ids, **columns
-            )
-        return checked_scores(returned, texts, completions).to(tokens.device)
+        columns["prompts"] = columns.pop("prompt")
+        columns["completion_ids"] = responses_of(tokens, mask)
+        columns["completions"] = [tokenizer.decode(ids) for ids in columns["completion_ids"]]
+        completions = list(columns["completions"])
+        with torch.random.fork_rng():  # the function may seed torch
+            scores = checked_scores(function(**columns), completions)
+        return torch.tensor(scores, device=tokens.device)
 
     return score
 
 
-def checked_scores(returned, prompts, completions):
-    """What a reward returned -> (B,). UserError unless it is one finite number per completion."""
-    wanted = f"--reward: should return a list of {len(completions)} numbers"
-    if isinstance(returned, dict | str | bytes | set):
-        raise UserError(f"{wanted}, not a {type(returned).__name__}: {returned!r:.80}")
-    try:
-        numbers = returned.tolist() if hasattr(returned, "tolist") else list(returned)
-    except TypeError:
-        raise UserError(f"{wanted}, not {returned!r:.80}")
-    if not isinstance(numbers, list) or len(numbers) != len(completions):
-        found = len(numbers) if isinstance(numbers, list) else "one number"
-        raise UserError(f"{wanted}, not {found}")
-    for number, prompt, completion in zip(numbers, prompts, completions):
-        try:
-            fine = not isinstance(number, str) and abs(float(number)) <= LARGEST_SCORE
-        except (TypeError, ValueError, OverflowError):
-            fine = False
-        if not fine:
-            where = f"{prompt + completion!r:.80}"
-            raise UserError(
-                f"{wanted} of at most {LARGEST_SCORE:,.0f}, not {number!r:.80} for {where}"
-            )
-    return torch.tensor([float(number) for number in numbers])
+def checked_scores(scores, completions):
+    """What a reward has returned -> floats. UserError unless it is one finite number for each
+    completion, in order."""
+    if hasattr(scores, "tolist"):  # of torch or numpy
+        scores = scores.tolist()
+    if isinstance(scores, dict | set | str | bytes) or not hasattr(scores, "__iter__"):
+        raise UserError(f"--reward: should return a list of numbers, not {scores!r:.80}")
+    checked = []
+    for score, completion in zip_longest(scores, completions):
+        if hasattr(score, "item"):
+            score = score.item()
+        is_number = isinstance(score, int | float) and abs(score) <= LARGEST_SCORE
+        if completion is None or not is_number:
+            wanted = f"one number of at most {LARGEST_SCORE:,.0f} for each completion"
+            raise UserError(f"--reward: wanted {wanted}, not {score!r:.80} for {completion!r:.80}")
+        checked.append(float(score))
+    return checked

@@ -10,10 +10,11 @@ import torch
 
 from data.zoo import judge_of
 from minippo import center_values, compute_advantages, evaluate_actions
-from minippo import kl_per_response, ppo_update, rollout_in_pieces
+from minippo import kl_per_response, ppo_update
+from plumbing.batches import chunks, prompt_batch, rollout_in_pieces, spread_over
 from plumbing.files import read_log, write_text
 from plumbing.settings import printable
-from plumbing.text import chunks, prompt_batch, responses_of, spread_over
+from plumbing.text import responses_of
 
 
 def sample(policy, n, prompts, ref, score, tokenizer, config):

@@ -12,16 +12,12 @@ import torch
 
 from data.rows import UserError
 
-PACKAGES = "peft", "regex", "tiktoken", "transformers", "trl"  # named as the modules they bring
-
-
-PATHS = "data", "out", "models", "policy", "device", "resume", "overwrite"
-MEMORY = "micro_batch", "sample_batch"
+FREE = "data", "models", "policy", "micro_batch", "sample_batch"  # --resume may change them
 
 
 @dataclass
 class RunConfig:
-    """What every script takes."""
+    """What every training script takes."""
 
     data: Path = Path("data/zoo")  # folder of the JSON-lines files, see docs/manual.md
     out: Path = Path("out")  # folder for checkpoints and logs
@@ -49,9 +45,22 @@ class RunConfig:
         return find_device(self.device)
 
     def settings(self):
-        """What --resume compares: all fields but paths, the device and limits of memory."""
-        names = [field.name for field in fields(self) if field.name not in PATHS + MEMORY]
-        return {name: getattr(self, name) for name in names}
+        """What is saved with a run: all fields but those of how and where it is run."""
+        settings = vars(self) | {"data": str(self.data)}  # a file of torch holds no Path
+        for name in ("out", "device", "resume", "overwrite"):
+            del settings[name]
+        return settings
+
+
+def find_device(name):
+    """auto, cpu, cuda, cuda:1 -> the device; UserError if PyTorch does not find it."""
+    found = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    found += [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+    if name == "auto":
+        return "cuda" if "cuda" in found else "cpu"
+    if name not in found:
+        raise UserError(f"--device {name}: PyTorch finds only {', '.join(found)} here")
+    return name
 
 
 class Parser(argparse.ArgumentParser):
@@ -69,45 +78,36 @@ def help_texts(config_class):
 
 def read_flags(config_class, doc, arguments=None):
     """The command line -> an instance of the dataclass. Each field is a flag `--name value`; a bool
-    is `--name`, or `--no_name` if it is true by default; the field `words`, if there is one, takes
-    what is not a flag. The comment after a field is its help."""
+    is `--name`, or `--no_name` if it is true by default; a list takes the words that are no flags.
+    The comment after a field is its help."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = Parser(description=doc, formatter_class=layout, allow_abbrev=False)
-    types, texts = typing.get_type_hints(config_class), help_texts(config_class)
+    types = typing.get_type_hints(config_class)
+    texts = help_texts(config_class)
     for field in fields(config_class):
-        kind, text = types[field.name], texts.get(field.name, "").replace("%", "%%")
-        if field.name == "words":
-            parser.add_argument("words", nargs="*", help=text)
-            continue
-        if kind is bool and field.default:
-            flag, options = f"--no_{field.name}", {"action": "store_false", "dest": field.name}
+        kind = types[field.name]
+        text = texts.get(field.name, "").replace("%", "%%")
+        if kind is list:
+            parser.add_argument(field.name, nargs="*", help=text)
+        elif kind is bool and field.default:
+            flag = f"--no_{field.name}"
             text = f"switch off: {text}"
+            parser.add_argument(flag, action="store_false", dest=field.name, help=text)
         elif kind is bool:
-            flag, options = f"--{field.name}", {"action": "store_true"}
+            parser.add_argument(f"--{field.name}", action="store_true", help=text)
         else:
-            flag, options = f"--{field.name}", {"type": kind, "metavar": kind.__name__}
-            text += f" ({field.default})" if str(field.default) else ""
-        parser.add_argument(flag, default=field.default, help=text, **options)
+            if str(field.default):
+                text += f" ({field.default})"
+            options = {"type": kind, "metavar": kind.__name__, "default": field.default}
+            parser.add_argument(f"--{field.name}", help=text, **options)
     values = vars(parser.parse_intermixed_args(arguments))
     for name, value in values.items():
         if isinstance(value, Path):
             values[name] = value.expanduser()
     try:
         return config_class(**values)
-    except ValueError as error:  # a number that makes no sense
+    except ValueError as error:  # of its __post_init__
         parser.error(str(error))
-
-
-def find_device(name):
-    """auto, cpu, cuda, cuda:1 -> the device; UserError if PyTorch does not find it."""
-    torch.set_float32_matmul_precision("highest")  # some machines switch to TF32: too coarse
-    found = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    found += [f"cuda:{i}" for i in range(torch.cuda.device_count())]
-    if name == "auto":
-        return "cuda" if "cuda" in found else "cpu"
-    if name not in found:
-        raise UserError(f"--device {name}: PyTorch finds only {', '.join(found)} here")
-    return name
 
 
 def printable(text, keep="\n\t\u200c\u200d\u00a0"):
@@ -117,35 +117,21 @@ def printable(text, keep="\n\t\u200c\u200d\u00a0"):
 
 
 def run_script(main, config_class, doc):
-    """main(config) as a program: reads the flags. A mistake of the user ends it with
-    one line and status 2, Ctrl-C with one line and status 130; only our own bugs show a traceback.
-    """
+    """main(config) as a program: reads the flags. A mistake of the user ends it with one line and
+    status 2, Ctrl-C with one line and status 130; a bug of ours shows a traceback."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal without Unicode shows question marks
     try:
         main(read_flags(config_class, doc))
         return
     except KeyboardInterrupt:
-        message, status = "stopped (--resume continues a training run)", 130
-    except Exception as error:
-        message, status = explain(error), 2
-        if not message:
-            raise
+        message = "stopped (--resume continues a training run)"
+        status = 130
+    except FloatingPointError as error:
+        message = f"{error}: start again with --overwrite and a smaller --lr"
+        status = 2
+    except (UserError, ModuleNotFoundError, OSError) as error:
+        message = str(error)
+        status = 2
     print(f"{Path(sys.argv[0]).name}: {printable(message, keep='')}", file=sys.stderr)
     sys.exit(status)
-
-
-def explain(error):
-    """One line for the user, or nothing if the user cannot put it right."""
-    text = str(error).partition("\n")[0]
-    if isinstance(error, UserError):
-        return str(error)
-    if isinstance(error, ModuleNotFoundError) and error.name in PACKAGES:
-        return f"the package {error.name} is missing: pip install {error.name}"
-    if isinstance(error, FloatingPointError):
-        return f"{text}: in training, start again with --overwrite and a smaller --lr"
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename or 'output'}: {error.strerror}"
-    if isinstance(error, MemoryError) or re.search("out of memory|can't allocate memory", text):
-        return f"not enough memory ({text[:100]}): try --micro_batch 1, also with --resume"
-    return ""

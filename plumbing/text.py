@@ -1,19 +1,15 @@
-"""Text as token ids, and back: the tokenizer, rows as ids, batches.
+"""Text as token ids, and back: the tokenizer, and rows as ids.
 
 Byte-pair encoding (BPE; Sennrich et al., arXiv:1508.07909, on bytes as in GPT-2) learns a
 vocabulary from the data at hand: it starts from the 256 single bytes, and repeatedly merges the
 most frequent pair of neighbours into one new token.
 """
 
-import functools
-import math
 import zlib
 from collections import Counter, defaultdict
 
-import numpy as np
 import regex
 import tiktoken
-import torch
 
 from data.rows import UserError, read_rows
 
@@ -117,28 +113,27 @@ def encode_rows(rows, names, tokenizer, context):
     end token. One that does not fit is cut, and has no end.
     """
     encoded = []
-    places = defaultdict(list)  # what was done: to which rows
-    limit = f"context of {context} tokens (--context of SFT)"
+    notes = defaultdict(list)  # what is said: of which rows
+    limit = f"in the context of {context} tokens (--context of SFT)"
     for number, row in enumerate(rows, 1):
         prompt = Prompt(tokenizer.encode(row["prompt"]))
         prompt.row = row
-        whole = [tokenizer.encode(row[name]) + [tokenizer.eos] for name in names]
-        answers = [ids[: context - len(prompt)] for ids in whole]
+        answers = [tokenizer.encode(row[name]) + [tokenizer.eos] for name in names]
+        fitting = [ids[: context - len(prompt)] for ids in answers]
         if not prompt:
-            places["skipped: the prompt is empty"].append(number)
+            notes["skipped: the prompt is empty"].append(number)
         elif len(prompt) >= context:
-            places[f"skipped: the prompt leaves no room in the {limit}"].append(number)
-        elif len(answers) == 2 and answers[0] == answers[1]:
-            places[f"skipped: the two answers do not differ in the {limit}"].append(number)
+            notes[f"skipped: the prompt leaves no room {limit}"].append(number)
+        elif len(fitting) == 2 and fitting[0] == fitting[1]:
+            notes[f"skipped: the two answers do not differ {limit}"].append(number)
         else:
-            if answers != whole:
-                places[f"cut at the end of the {limit}"].append(number)
-            encoded.append((prompt, *answers))
-    notes = [f"{len(x):,} {note}; the first is row {x[0]:,}" for note, x in places.items()]
+            if fitting != answers:
+                notes[f"cut: the answer does not fit {limit}"].append(number)
+            encoded.append((prompt, *fitting))
+    for note, numbers in notes.items():
+        print(f"    {len(numbers):,} {note}; the first is row {numbers[0]:,}")
     if not encoded:
-        raise UserError(f"no row is left: {'; '.join(notes)}")
-    for note in notes:
-        print(f"    {note}")
+        raise UserError("no row is left to train on")
     return encoded
 
 
@@ -155,73 +150,3 @@ def read_prompts(folder, split, tokenizer, context, max_new_tokens):
     if tight:
         print(f"    {tight:,} prompts leave less room than {max_new_tokens} tokens (--context)")
     return prompts
-
-
-# Batches
-
-
-@functools.lru_cache(maxsize=2)
-def random_order(count, seed, epoch):
-    return np.random.default_rng([seed, epoch]).permutation(count).tolist()
-
-
-def batch_of(rows, step, size, seed):
-    """The rows of a step, by seed and step alone. In each pass every row comes once, in random
-    order; a batch may go on from one pass into the next."""
-    places = range(step * size, (step + 1) * size)
-    epochs_and_places = [divmod(place, len(rows)) for place in places]
-    return [rows[random_order(len(rows), seed, epoch)[i]] for epoch, i in epochs_and_places]
-
-
-def prompt_batch(prompts, step, config):
-    """The prompts of an iteration, group_size copies of each side by side; short ones first, as
-    prompts of similar length are sampled together."""
-    batch = batch_of(prompts, step, config.batch_size // config.group_size, config.seed)
-    return [prompt for prompt in sorted(batch, key=len) for _ in range(config.group_size)]
-
-
-def by_length(rows):
-    """(prompt, answer, ...) as ids, the short ones first: neighbours need little padding."""
-    return sorted(rows, key=lambda row: len(row[0]) + max(len(answer) for answer in row[1:]))
-
-
-def similar_batches(rows, steps, size, seed):
-    """A batch for each step, of rows of similar length, so that little is padding. It is cut out of
-    50 * size random rows. In each pass every row comes once."""
-    windows = chunks(batch_of(rows, 0, len(rows), seed), 50 * size)
-    batches = [batch for window in windows for batch in chunks(by_length(window), size)]
-    return [batch_of(batches, step, 1, seed)[0] for step in range(steps)]
-
-
-def chunks(rows, size):
-    """The rows, `size` at a time."""
-    return [rows[i : i + size] for i in range(0, len(rows), size)]
-
-
-def spread_over(rows, n):
-    """At most n of the rows, spread over all."""
-    return rows[:: max(1, math.ceil(len(rows) / n))]
-
-
-def pad(sequences, device="cpu"):
-    """B lists of ids -> tokens (B, T), rows padded on the right, and lengths (B,)."""
-    lengths = [len(ids) for ids in sequences]
-    tokens = torch.tensor([ids + [0] * (max(lengths) - len(ids)) for ids in sequences])
-    return tokens.to(device), torch.tensor(lengths, device=device)
-
-
-def pad_completions(rows, device="cpu"):
-    """(prompt, completion) as ids -> tokens (B, T), and mask (B, T-1): true at t where token t + 1
-    is part of the completion."""
-    tokens, lengths = pad([prompt + completion for prompt, completion in rows], device)
-    prompt_lengths = torch.tensor([len(prompt) for prompt, _ in rows], device=device)
-    action = torch.arange(1, tokens.shape[1], device=device)
-    mask = (action >= prompt_lengths[:, None]) & (action < lengths[:, None])
-    return tokens, mask
-
-
-def padded_pieces(rows, size, device):
-    """(prompt, completion) as ids -> tokens and mask of `size` rows at a time, as many as fit into
-    memory, of similar length."""
-    for piece in chunks(by_length(rows), size):
-        yield pad_completions(piece, device)

@@ -46,9 +46,7 @@ def warn(step, stats, batch):
     if len(kl) >= 16 and stats["kl"] < -4 * error - 1e-4:
         message = f"the KL is {stats['kl']:.3f}, below 0: sampling and update disagree"
     elif stats["kl"] > 100 or stats["entropy"] < 0.02:
-        message = (
-            "the policy may have collapsed to one answer (a smaller --lr, a larger --kl_coef?)"
-        )
+        message = "all answers may be the same by now (a smaller --lr, a larger --kl_coef?)"
     elif stats["eos_rate"] == 0:
         message = "no response has ended by itself (a larger --max_new_tokens?)"
     if message and step % 100 in (1, 2, 5, 10, 20, 50):
@@ -68,3 +66,13 @@ def watch(step, stats, batch, prompts, tokenizer, judge):
         return {}
     grades = [judge(prompt, completion) for prompt, completion in zip(texts, completions)]
     return {"judge": sum(grades) / len(grades)}
+
+
+def explained_variance(batch):
+    """1 - Var(returns - values) / Var(returns), over the mask: 1 is perfect, 0 no better than the
+    mean. NaN without a value function."""
+    if "returns" not in batch:
+        return math.nan
+    returns = batch["returns"][batch["mask"]]
+    errors = returns - batch["old_values"][batch["mask"]]
+    return 1 - errors.var().item() / (returns.var().item() + 1e-8)

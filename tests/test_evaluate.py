@@ -108,7 +108,7 @@ def test_a_run_in_progress_is_measured(out, tmp_path):
     (out / "ppo.jsonl").write_text('{"step": 3, "kl_coef": 1000, "kl": NaN}\n')
     assert evaluated(out)[0]["policy"]["optimality"] < -100
     weights = torch.load(out / "sft.pt")["model"]
-    weights["value_trunk.norm.bias"] = weights["value_head.weight"] = torch.ones(1, 32)
+    weights["value_trunk.norm.bias"] = torch.ones(32)  # of a separate critic
     torch.save(torch.load(out / "ppo_state.pt") | {"policy": weights}, out / "ppo_state.pt")
     (out / "ppo.pt").unlink()
     (tmp_path / "prompts_train.jsonl").write_text('{"prompt": "What?"}\n{"prompt": "</script>"}')

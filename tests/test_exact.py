@@ -13,7 +13,7 @@ import torch
 import minippo
 from minippo import PPOConfig, compute_advantages, evaluate_actions, frozen_copy, gae
 from minippo import kl_adjusted_rewards, policy_loss, ppo_loss, ppo_update, value_loss, whiten
-from plumbing.text import pad_completions
+from plumbing.batches import pad_completions
 from tiny import all_responses, assert_equal, f64, gradient, inf, marks, noise, tiny_gpt, weights
 
 PROMPTS = [[0], [1, 0, 1], [0, 1]]  # of different lengths

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from minippo import GPT, GPTConfig, RewardModel, row_lengths
-from plumbing.text import pad_completions
+from plumbing.batches import pad_completions
 
 inf = math.inf
 nan = math.nan

@@ -6,10 +6,11 @@ functions that differs from PPO's, and a last line that trains with them in the 
 train_ppo.py. (dpo.py, which learns from pairs, has a loop of its own.) To run one:
 
     python -m variations.rloo --group_size 8     writes to out/rloo; -h lists the flags
+    python evaluate.py out/rloo
 
-The *expected step* of a loss: sum the loss over the tokens instead of averaging, take a step of
-plain gradient descent, and average the step over all responses that could have been sampled. For
-REINFORCE and RLOO it is the gradient of J: tests/test_variations.py checks it, to 1e-9.
+The *expected step* of a loss is the mean step over all responses that could be sampled, if the loss
+is summed over tokens. For REINFORCE and RLOO it is the gradient of J: tests/test_variations.py
+checks it, to 1e-9.
 """
 
 from dataclasses import dataclass
@@ -19,22 +20,16 @@ import train_ppo
 
 
 @dataclass
-class NoCriticConfig(train_ppo.Config):
-    """PPO's settings without those of the value function, which are no flags here."""
+class GroupConfig(train_ppo.Config):
+    """For algorithms that compare the responses to a prompt with each other, not with a value."""
 
-    gamma: ClassVar[float] = 1.0
+    group_size: int = 4  # responses to each prompt
+    gamma: ClassVar[float] = 1.0  # a ClassVar is no flag
     lam: ClassVar[float] = 1.0
     whiten: ClassVar[bool] = False
     vf_coef: ClassVar[float] = 0.0
     value_clip: ClassVar[float] = 0.0
     value_lr: ClassVar[float] = 0.0
-
-
-@dataclass
-class GroupConfig(NoCriticConfig):
-    """For algorithms that compare the responses to a prompt with each other."""
-
-    group_size: int = 4  # responses to each prompt
 
     def __post_init__(self):
         super().__post_init__()

@@ -5,7 +5,7 @@ After each iteration (Ziegler et al., arXiv:1909.08593, section 2.2)
     error = KL / target - 1, limited to -0.2 ... 0.2
     beta  = beta * (1 + 0.1 * error)
 
-So beta may change by 2% per iteration: by a factor of 10 in 115 iterations.
+So beta changes by at most 2% per iteration: by a factor of 10 in 115 iterations.
 """
 
 from dataclasses import dataclass

@@ -3,6 +3,8 @@
     python -m variations.dpo           after train_sft.py, on pref_train.jsonl
     python -m variations.dpo --ipo     with the loss of IPO
 
+Writes out/dpo/ppo.pt, which evaluate.py and sample.py read.
+
 The policy with the largest J for a reward r is proportional to ref * exp(r / beta). Solved for r:
 
     r(x, y) = beta * log(pi(y | x) / ref(y | x)) + something that depends only on x
@@ -18,17 +20,17 @@ Scores of a reward model have standard deviation 1, but r does not: the same --k
 same penalty as in PPO.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from minippo import evaluate_actions, frozen_copy, gradient_step, reward_model_loss, set_lr
+from plumbing.batches import batch_of, pad_completions, similar_chunks
 from plumbing.files import Record
 from plumbing.models import load_sft, save_checkpoint
 from plumbing.settings import RunConfig, run_script
-from plumbing.text import batch_of, chunks, pad_completions, read_ids
+from plumbing.text import read_ids
 
 
 @dataclass
@@ -51,7 +53,7 @@ class Config(RunConfig):
 
 
 def dpo_loss(policy, ref, pairs, config, device):
-    """(prompt, chosen, rejected) as ids -> mean over the pairs, stats."""
+    """(prompt, chosen, rejected) as ids -> the mean loss of the pairs, stats."""
     rows = [(prompt, answer) for prompt, *answers in pairs for answer in answers]
     tokens, mask = pad_completions(rows, device)  # (2B, T), (2B, T-1)
     logprobs, _ = evaluate_actions(policy, tokens, mask)
@@ -72,18 +74,19 @@ def train(config):
     pairs = read_ids(config.data, "pref", "train", tokenizer, policy.config.context)
     groups = [{"params": policy.parameters(), "peak": config.lr}]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
-    facts = {"pairs": len(pairs), "sft": sft_fingerprint}
     parts = {"policy": policy, "optimizer": optimizer}
+    facts = {"pairs": len(pairs), "sft": sft_fingerprint}
     record = Record(config, "ppo", config.steps, parts, **facts)
+    first = record.begin(config.resume)
 
-    for step in range(record.step, config.steps):
+    for step in range(first, config.steps):
         set_lr(optimizer, step, config.steps, config.warmup)
         batch = batch_of(pairs, step, config.batch_size, config.seed)
-        stats = Counter()
+        stats = {"loss": 0.0, "accuracy": 0.0, "margin": 0.0}
         optimizer.zero_grad()
-        for piece in chunks(batch, config.micro_batch):
-            share = len(piece) / len(batch)
+        for piece in similar_chunks(batch, config.micro_batch):
             loss, piece_stats = dpo_loss(policy, ref, piece, config, device)
+            share = len(piece) / len(batch)
             (share * loss).backward()
             for name, mean in piece_stats.items():
                 stats[name] += share * mean
@@ -92,8 +95,8 @@ def train(config):
         record.log(step + 1, stats, tokens, ["loss", "accuracy", "margin"])
         record.save_if_due(step + 1)
 
-    settings = record.settings | {"data": str(config.data)}
-    save_checkpoint(config.out / "ppo.pt", "ppo", policy, tokenizer, settings=settings, **facts)
+    metadata = {"sft": sft_fingerprint, "settings": record.settings}
+    save_checkpoint(config.out / "ppo.pt", "ppo", policy, tokenizer, **metadata)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,22 @@
 """GRPO, group relative policy optimisation: (score - mean of the group) / its standard deviation.
 
-For the k = --group_size responses to a prompt (DeepSeekMath, arXiv:2402.03300, section 4.1.2 and
-eq. 3 and 4)
+For the responses i of a group, which answer the same prompt (DeepSeekMath, arXiv:2402.03300,
+section 4.1.2, eq. 3 and 4)
 
-    A_i  = (score_i - mean of the k scores) / their standard deviation     the same at every token
+    A_i  = (score_i - mean of the scores of the group) / their standard deviation
     loss = mean over responses of the mean over tokens of
         -min(ratio A_i, clipped ratio A_i) + beta k3,    k3 = exp(-d) - 1 + d, d = log pi - log ref
 
 What each part does to the expected step at ratio 1:
 
-mean    includes response i: so only (k - 1) / k of the gradient of E[score].
+mean    includes response i itself: with n responses, (n - 1) / n of the gradient is left.
 std     prompts whose scores hardly differ count as much as others.
 tokens  count less in long responses.
 k3      as a loss has the gradient of KL(ref || pi); PPO's J has KL(pi || ref).
 
-Beta is a penalty per token in the loss, beside advantages of a fixed size: --kl_coef is not the
-same penalty per nat as in PPO. With --no_std --no_length this is nearly Dr. GRPO
-(arXiv:2503.20783, which divides by a constant).
+Beta is a penalty in the loss, beside advantages of a fixed size: --kl_coef is not the same penalty
+per nat as in PPO. With --no_std --no_length this is nearly Dr. GRPO (arXiv:2503.20783, which
+divides by a constant).
 """
 
 from dataclasses import dataclass
@@ -40,15 +40,14 @@ class Config(GroupConfig):
 def compute_advantages(batch, config):
     mask = batch["mask"]
     # In float64: the mean of equal scores near 1e6 would differ from them by a rounding error.
-    scores = batch["scores"].double().view(-1, config.group_size)  # (B / k, k)
+    scores = batch["scores"].double().view(-1, config.group_size)  # (groups, group_size)
     advantages = scores - scores.mean(1, keepdim=True)
     if config.std:
         advantages = advantages / (scores.std(1, keepdim=True) + 1e-4)  # equal scores: 0
     advantages = advantages.view(-1, 1).to(batch["old_logprobs"])
     weights = torch.ones_like(advantages)
     if config.length:
-        # ppo_update averages over all tokens. With these weights this is the mean over responses of
-        # their means (in a minibatch, times the mean length here / there).
+        # ppo_update averages over all tokens. With these weights that is the mean over responses.
         lengths = mask.sum(1, keepdim=True).to(advantages)  # (B, 1)
         weights = lengths.mean() / lengths
     return {"advantages": advantages * mask, "weights": weights * mask}  # (B, T-1)

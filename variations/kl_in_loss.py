@@ -10,8 +10,8 @@ is log V, so KL(pi || uniform) = log V - H: a bonus on H is a penalty on the KL 
 distribution. Its k2 is (log pi + log V)^2 / 2.
 
 In the reward, a token also pays for the KL of the states that it leads to (section 5.6 of
-minippo.py). And advantages are whitened: a coefficient in the loss is not the same price per nat as
---kl_coef.
+minippo.py). And as advantages are whitened, a coefficient in the loss is not the same price per nat
+as --kl_coef.
 """
 
 from dataclasses import dataclass

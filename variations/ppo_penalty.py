@@ -5,10 +5,9 @@ Schulman et al., arXiv:1707.06347, section 4, eq. 8:
 
     J = E[ratio * A] - c * E[KL(old || pi)]
 
-The paper also adapts c to a target for the KL; here c is fixed. The KL is estimated by k3 with q =
-pi / old (the statistic approx_kl). On average k3 is the KL, and its gradient that of the KL,
-because E_old[grad q] = grad sum_a pi(a) = 0. Advantages are whitened, so c weighs nats per token
-against advantages of size 1.
+The paper also adapts c to a target for the KL; here c is fixed. The KL is estimated by k3 (the
+statistic approx_kl). Advantages are whitened, so c weighs nats per token against advantages of
+size 1.
 """
 
 import math

@@ -2,10 +2,9 @@
 
 PPO sees only what it samples, so what the policy would say elsewhere may change at no cost. PPO-ptx
 adds c * E[log pi] to the objective, a mean over the tokens of texts that are known to be good. In
-InstructGPT (arXiv:2203.02155, eq. 2) they come from the pretraining data, so that other abilities
-are not lost. Here they are demonstrations of stage 1: one for each response, one more row of the
-batch, whose tokens have the loss -c * log pi. As PPO's advantages are whitened, c is not on the
-scale of the scores. (In the log, explained_variance counts these rows as predicted.)
+InstructGPT (arXiv:2203.02155, eq. 2) they come from the pretraining data. Here they are
+demonstrations of stage 1: one for each response, as one more row of the batch. As PPO's advantages
+are whitened, c is not on the scale of the scores.
 """
 
 from dataclasses import dataclass
@@ -13,14 +12,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 import minippo
 import train_ppo
 from minippo import ppo_loss
+from plumbing.batches import join_batches, pad_completions
 from plumbing.models import load_sft
 from plumbing.settings import run_script
-from plumbing.text import pad_completions, read_ids
+from plumbing.text import read_ids
 from train_ppo import train
 
 
@@ -31,34 +30,30 @@ class Config(train_ppo.Config):
 
 
 def compute_advantages(batch, config, demonstrations):
-    """PPO's phase 3, and the demonstrations as B more rows: (2B, ...) each."""
+    """PPO's phase 3, then the demonstrations as B more rows: (2B, ...) each."""
     batch = batch | minippo.compute_advantages(batch, config)
     B = len(batch["tokens"])
-    indices = torch.randint(len(demonstrations), (B,)).tolist()
-    rows = [demonstrations[i] for i in indices]
+    rows = [demonstrations[i] for i in torch.randint(len(demonstrations), (B,)).tolist()]
     tokens, mask = pad_completions(rows, batch["tokens"].device)
-    longer = {}
+    # What is recorded of responses means nothing for demonstrations: zeros.
+    sft_batch = {}
     for name, numbers in batch.items():
-        if numbers.dim() == 1:
-            longer[name] = torch.cat((numbers, torch.zeros_like(numbers)))
-            continue
-        # What is recorded of responses means nothing for demonstrations.
-        more = {"tokens": tokens, "mask": mask}.get(name, numbers.new_zeros(mask.shape))
-        longer[name] = pad_sequence([*numbers, *more], batch_first=True)
+        sft_batch[name] = numbers.new_zeros(mask.shape if numbers.dim() == 2 else B)
+    sft_batch |= {"tokens": tokens, "mask": mask}
     # A gradient step averages over all tokens. With these weights that is the mean over the tokens
     # of responses, plus c times the mean over the tokens of demonstrations.
-    share = batch["mask"].sum() / longer["mask"].sum()
+    share = batch["mask"].sum() / (batch["mask"].sum() + mask.sum())
     zeros = torch.zeros(B, 1, device=tokens.device)
-    longer["weight"] = torch.cat((zeros + 1 / share, zeros))
-    longer["ptx_weight"] = torch.cat((zeros, zeros + config.ptx_coef / (1 - share)))
-    return longer
+    batch |= {"weight": zeros + 1 / share, "ptx_weight": zeros}
+    sft_batch |= {"weight": zeros, "ptx_weight": zeros + config.ptx_coef / (1 - share)}
+    return join_batches([batch, sft_batch])
 
 
 def loss(logprobs, values, batch, config):
     losses, stats = ppo_loss(logprobs, values, batch, config)
     weight = batch["weight"]
-    ratio = torch.where(weight > 0, stats["ratio_max"], 1.0)
-    stats = {name: weight * numbers for name, numbers in stats.items()} | {"ratio_max": ratio}
+    ratio = torch.where(weight > 0, stats["ratio"], 1.0)
+    stats = {name: weight * numbers for name, numbers in stats.items()} | {"ratio": ratio}
     return weight * losses - batch["ptx_weight"] * logprobs, stats
 
 

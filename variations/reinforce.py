@@ -1,15 +1,15 @@
 """REINFORCE: log pi of each token times its return. PPO without the clip and without lambda.
 
-With the reward r_t of a token (section 5 of minippo.py) and the value V(s_t) of the state before it
+With the reward r_t of a token (section 5 of minippo.py) and the value V_t of the state before it
 
-    grad J = E[ sum_t grad log pi(a_t | s_t) A_t ]
-        --total       A_t = r_1 + ... + r_T      Williams (1992), Machine Learning 8, section 5
-        (default)     A_t = r_t + ... + r_T      no token changes the rewards before it
-        --baseline    A_t = the same - V(s_t)    Sutton et al. (2000), "Policy gradient methods"
+    grad J = E[ sum_t grad log pi_t * A_t ]
+        --total       A_t = r_1 + ... + r_T          Williams (1992), Machine Learning 8
+        (default)     A_t = r_t + ... + r_T          no token changes the rewards before it
+        --baseline    A_t = r_t + ... + r_T - V_t    Sutton et al. (2000), "Policy gradient methods"
 
-On average each is the gradient of J, whatever the values are. They differ in variance. Advantages
-are not whitened: the mean of the batch would be one more baseline. After the first of the
---minibatches, the ratio corrects for the steps before, and no clip limits it.
+On average each is the gradient of J; they differ in variance. Advantages are not whitened: the mean
+of the batch would be one more baseline. After the first minibatch, the ratio corrects for the steps
+before, and no clip limits it.
 """
 
 import math

@@ -38,7 +38,7 @@ class ActorCritic(nn.Module):
         self.value_head = value_head
 
     def forward(self, tokens, mask):
-        """tokens, mask (B, T) -> logits (N, V), values (N,) where mask is true."""
+        """As GPT.forward."""
         logits = self.lm_head(self.trunk(tokens)[mask])
         values = self.value_head(self.value_trunk(tokens)[mask]).squeeze(-1)
         return logits, values
