@@ -30,7 +30,7 @@ class Config:
     state: bool = False  # measure ppo_state.pt, not ppo.pt
     data: str = ""  # data folder, if not the run's
     models: str = ""  # folder of sft.pt and rm.pt, if not the run's
-    kl_coef: float = 0.0  # beta, if not the run's
+    kl_coef: float = 0.0  # beta of J, if not the run's; GRPO and DPO have another: give PPO's, 0.1
     device: str = "auto"  # auto, cpu, cuda or cuda:1
     seed: int = 0  # of the samples
     prompts: int = 128  # validation prompts
@@ -146,7 +146,9 @@ def main(config):
         raise UserError(f"{models}: not the sft.pt and rm.pt of this run; give --models")
     cap = math.inf if ppo.reward else read_torch(models / "rm.pt", "")["model"]["cap"].item()
     policy = frozen_copy(sft)
-    policy.load_state_dict(weights, strict=False)  # without a separate critic
+    if weights.keys() != policy.state_dict().keys():
+        raise UserError(f"{out}: has a separate critic; wait until ppo.pt is there")
+    policy.load_state_dict(weights)
 
     limits = sft.config.context, ppo.max_new_tokens
     training_prompts = read_prompts(ppo.data, "train", tokenizer, *limits)

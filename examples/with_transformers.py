@@ -7,6 +7,7 @@ A row of the data has a "prompt": a text, a conversation or a list of ids. A rew
 or, as in TRL, a function: score(prompts, completions, completion_ids, **other columns) -> numbers.
 """
 
+import copy
 import json
 import pkgutil
 from collections import defaultdict
@@ -165,7 +166,9 @@ def train(model, tokenizer, prompts, reward, config):
     value_head = {"params": policy.value_head.parameters(), "peak": config.value_lr}
     groups = [{"params": weights, "peak": config.lr}, value_head]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
-    ref = minippo.frozen_copy(policy)
+    # The reference shares the weights that are not trained: with LoRA, nearly all.
+    constants = {id(p): p for p in policy.parameters() if not p.requires_grad}
+    ref = copy.deepcopy(policy, constants).requires_grad_(False)
     is_classifier = isinstance(reward, torch.nn.Module)
     mean, std = 0.0, 1.0
 

@@ -1,63 +1,53 @@
-"""evaluate.py and sample.py."""
+"""What starts from trained models: evaluate.py with its page, sample.py, variations/."""
 
+import io
 import itertools
 import json
+import math
+import runpy
 import shutil
-import signal
+from pathlib import Path
 
 import pytest
 import torch
 
-from data.rows import UserError
+import evaluate
+import sample
+from data.rows import UserError, write_jsonl
 from data.zoo import judge
-from evaluate import Config, best_of_n, main, optimal_objective, optimality, suspects
-from plumbing.page import distinct
-from tiny import f64, noise
-from tiny_run import start, write_models
+from plumbing.files import read_log
+from plumbing.models import load_checkpoint
+from plumbing.page import curves, distinct
+from tiny import assert_equal, f64, inf, noise, weights
+from tiny_run import ROOT, write_models
+from variations import separate_critic
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return write_models(tmp_path_factory.mktemp("a"))
+# Formulas
 
 
-@pytest.fixture
-def out(run, tmp_path):
-    return shutil.copytree(run, tmp_path / "out")
-
-
-def results(out):
-    text = (out / "report.html").read_text().partition('id="data">')[2].partition("</script>")[0]
-    data = json.loads(text, parse_constant=pytest.fail)
-    return json.loads((out / "report.json").read_text()), data
-
-
-def evaluated(out, **options):
-    main(Config([out], reference_samples=64, policy_samples=2, **options))
-    return results(out)
-
-
-def test_optimality_is_1_for_the_optimum_0_for_the_reference():
+def test_optimality_is_the_share_of_the_largest_gain_in_j():
     scores = 3 * noise(4, 5)
-    best = optimal_objective(scores, 0.3)
-    for policy, expected in ((scores / 0.3).softmax(1), 1), (torch.full_like(scores, 0.2), 0):
-        J = (policy * (scores - 0.3 * (5 * policy).log())).sum(1)
-        found = optimality(J, scores.mean(1), best)
-        assert found["optimality"] == pytest.approx(expected, abs=1e-9)
-    assert optimality(best, best, best) == {}
-
-
-def test_optimality_is_a_ratio_with_its_error():
+    p = (scores / 0.3).softmax(1)  # the best policy, if the reference is uniform
+    J = (p * (scores - 0.3 * (5 * p).log())).sum(1)
+    assert_equal(evaluate.optimal_objective(scores, 0.3), J)
+    group = [{"text": "a", "score": x, "kl": x + 2} for x in (3.0, 5.0)]
+    gain = (4 - 0.3 * 6 - scores[0].mean()) / (J[0] - scores[0].mean())
+    expected = {"score": 4.0, "kl": 6.0, "distinct": 0.5, "optimality": gain.item()}
+    assert evaluate.summarize([group], scores[:1], 0.3) == pytest.approx(expected)
     rest = f64([1, 2, 6]) - 0.75 * f64([2, 4, 6])
-    expected = {"optimality": 0.75, "optimality_se": rest.std().item() / 3**0.5 / 4}
-    assert optimality(f64([2, 4, 9]), f64([1, 2, 3]), f64([3, 6, 9])) == pytest.approx(expected)
+    found = evaluate.optimality(f64([2, 4, 9]), f64([1, 2, 3]), f64([3, 6, 9]))
+    error = rest.std().item() / 3**0.5 / 4
+    assert found == pytest.approx({"optimality": 0.75, "optimality_se": error})
+    assert evaluate.optimality(J, J, J) == {}
 
 
 def test_best_of_n_is_a_mean_over_subsets():
     pairs = noise(6, 2)
     for n in range(1, 7):
         best = [max(subset)[1] for subset in itertools.combinations(pairs.tolist(), n)]
-        assert best_of_n(*pairs.T[:, None], n).item() == pytest.approx(sum(best) / len(best))
+        number = evaluate.best_of_n(*pairs.T[:, None], n).item()
+        assert number == pytest.approx(sum(best) / len(best))
 
 
 def test_texts_are_counted_among_16():
@@ -65,77 +55,174 @@ def test_texts_are_counted_among_16():
     assert distinct(groups).tolist() == [1 / 16, 1 / 4]
 
 
-@pytest.mark.parametrize("near, count, best", [(0.3, 5, [9, 8, 7]), (0.6, 4, [9, 7, 4])])
-def test_high_scores_at_a_high_kl_are_suspect(near, count, best):
-    rows = {
-        "a": [(4, 2), (3, 2), (9, near), (0, near)],
-        "b": [(9, 2), (5, 2), (6, 0.65), (0, near)],
-        "c": [(8, 1), *3 * [(0, near)]],
-        "d": [(7, 2), *3 * [(0, near)]],
-    }
-    groups = [[{"prompt": name, "score": x, "kl": kl} for x, kl in rows[name]] for name in rows]
-    found = suspects(groups, f64([[0, 2], [5, 3], [1, 0], [0, 1]]), cap=5)
-    scores = [row["score"] for row in found["examples"]]
-    assert (found["count"], found["prompts"], scores) == (count, 3, best)
+def test_high_scores_at_a_high_kl_are_suspect():
+    for near, count, best in ((0.3, 5, [9, 8, 7]), (0.6, 4, [9, 7, 4])):
+        rows = {  # (score, KL)
+            "a": [(4, 2), (3, 2), (9, near), (0, near)],
+            "b": [(9, 2), (5, 2), (6, 0.65), (0, near)],
+            "c": [(8, 1), *3 * [(0, near)]],
+            "d": [(7, 2), *3 * [(0, near)]],
+        }
+        groups = [[{"prompt": name, "score": x, "kl": kl} for x, kl in rows[name]] for name in rows]
+        found = evaluate.suspects(groups, f64([[0, 2], [5, 3], [1, 0], [0, 1]]), cap=5)
+        scores = [row["score"] for row in found["examples"]]
+        assert (found["count"], found["prompts"], scores) == (count, 3, best)
 
 
-def test_a_run_becomes_report_and_page(run):
-    printed, _ = start("evaluate.py", run, "--reference_samples", 67).communicate()
-    report, data = results(run)
-    assert data["text"] in printed
-    for row in report["sft"], report["best_of_n"]["64"], report["policy"], report["unseen"]:
-        assert f" {row['score']:z.2f} ± {row['score_se']:.2f} " in printed
-    assert f" {report['policy']['optimality']:z.3f} ± " in printed
-    assert report["sft"]["kl"] == 0 and report["best_of_n"]["4"]["kl"] > 0.6
+# Programs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A new folder with data/ and out/, in which the tests go on."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("user"))
+        write_models(Path())
+        yield
+
+
+def evaluated(out, **flags):
+    """-> the report, the data of the page."""
+    evaluate.main(evaluate.Config([out], reference_samples=67, policy_samples=1, **flags))
+    text = Path(out, "report.html").read_text().partition('id="data">')[2]
+    data = json.loads(text.partition("</script>")[0], parse_constant=pytest.fail)
+    return json.loads(Path(out, "report.json").read_text()), data
+
+
+def test_a_run_becomes_report_and_page(folder, capsys):
+    report, data = evaluated("out")
+    sft, best, policy = report["sft"], report["best_of_n"], report["policy"]
+    assert data["text"] in capsys.readouterr().out
+    for row in sft, best["64"], policy, report["unseen"]:
+        assert f" {row['score']:z.2f} ± {row['score_se']:.2f} " in data["text"]
+    assert f" {policy['optimality']:z.3f} ± " in data["text"]
+    assert sft["kl"] == 0 and sft["optimality"] == pytest.approx(0)
+    assert best["4"]["kl"] == pytest.approx(math.log(4) - 0.75)
+    assert sft["score"] < best["4"]["score"] < best["16"]["score"]
+    assert report["suspects"]["prompts"] < 12  # the others reach the cap
+    assert [curve["lr"][-1][0] for curve in data["curves"].values()] == [100, 30, 2]
     assert len(data["samples"]) == 6
     for before, after in data["samples"]:
         assert after["judge"] == judge(before["prompt"], after["text"])
-        assert after["prompt"] == before["prompt"]
-    assert [curve["lr"][-1][0] for curve in data["curves"].values()] == [100, 30, 2]
 
     first, last = data["iterations"].values()
     [value] = {value for row in first for value in row["old_values"]}
     assert value != 0 and any(row["kl"] for row in last)
+    for rows in first, last:
+        scores = [row["score"] for row in rows]
+        assert len(scores) == 6 and scores == sorted(scores, reverse=True)
     for row in first + last:
+        assert row["kl"] == pytest.approx(sum(row["log_ratio"]), abs=1e-5)
         for i, token in enumerate(row["tokens"]):
-            [chances] = [x for text, *x in row["rivals"][i] if text == token]
+            rivals = {text: shares for text, *shares in row["rivals"][i]}
+            chances = rivals[token]
             logprobs = [row[name][i] for name in ("old_logprobs", "ref_logprobs", "logprobs")]
             assert torch.tensor(chances).log().tolist() == pytest.approx(logprobs, abs=1e-4)
-            assert logprobs[0] != logprobs[2]
+            assert row["ratio"][i] == pytest.approx(chances[2] / chances[0], abs=1e-4)
+            assert logprobs[0] != logprobs[2] and len(rivals) >= 3
 
 
-def test_a_run_in_progress_is_measured(out, tmp_path):
+def test_a_curve_keeps_its_last_point(tmp_path):
+    rows = [{"step": step, "loss": 1 / step, "lr": None} for step in range(1, 702)]
+    write_jsonl(tmp_path / "x.jsonl", rows)
+    curve = curves(tmp_path / "x.jsonl")["loss"]
+    assert len(curve) <= 300 and curve[-1] == [701, 1 / 701] and curve == sorted(curve)
+
+
+def test_a_run_in_progress_is_measured(folder, tmp_path):
+    out = shutil.copytree("out", tmp_path / "out")
     (out / "ppo.jsonl").write_text('{"step": 3, "kl_coef": 1000, "kl": NaN}\n')
     assert evaluated(out)[0]["policy"]["optimality"] < -100
-    weights = torch.load(out / "sft.pt")["model"]
-    weights["value_trunk.norm.bias"] = torch.ones(32)  # of a separate critic
-    torch.save(torch.load(out / "ppo_state.pt") | {"policy": weights}, out / "ppo_state.pt")
-    (out / "ppo.pt").unlink()
+    policy = torch.load(out / "sft.pt")["model"]
+    policy["value_trunk.norm.bias"] = torch.ones(32)  # of a separate critic
+    torch.save(torch.load(out / "ppo_state.pt") | {"policy": policy}, out / "ppo_state.pt")
     (tmp_path / "prompts_train.jsonl").write_text('{"prompt": "What?"}\n{"prompt": "</script>"}')
-    report, data = evaluated(out, data=tmp_path, kl_coef=0.1)
-    policy = report["policy"]
-    assert policy["kl"] == 0 and abs(policy["optimality"]) < 9 and policy == report["unseen"]
+    flags = {"data": str(tmp_path), "kl_coef": 0.1}
+    with pytest.raises(UserError, match="separate critic"):
+        evaluated(out, state=True)
+    del policy["value_trunk.norm.bias"]
+    torch.save(torch.load(out / "ppo_state.pt") | {"policy": policy}, out / "ppo_state.pt")
+    report, data = evaluated(out, state=True, **flags)
+    policy = report["policy"]  # one response to one prompt
+    assert policy == report["unseen"] and abs(policy["optimality"]) < 9
+    assert policy["kl"] == 0 and policy["score"] == data["samples"][0][1]["score"]
     assert len(set(data["iterations"]["the policy"][0]["old_values"])) == 1
-
-
-def test_a_foreign_reward_model_is_refused(out):
+    (out / "ppo.pt").unlink()
+    assert evaluated(out, **flags) == (report, data)
     torch.save(torch.load(out / "rm.pt") | {"other": 1}, out / "rm.pt")
-    with pytest.raises(UserError, match="rm.pt"):
+    with pytest.raises(UserError, match="not the sft.pt and rm.pt of this run"):
         evaluated(out)
 
 
-def test_sample_answers_what_fits(run):
-    flags = "--n", 2, "--temperature", 1e-3, "--max_new_tokens", 1
-    process = start("sample.py", run / "ppo.pt", *flags)
-    printed, errors = process.communicate(f"What?\r\n\n{'x' * 500}\nWho?\n")
+def test_sample_answers_what_fits(folder, monkeypatch, capsys):
+    lines = b" What? \r\n\n" + 500 * b"x" + b"\nWho?\xff"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines)))
+    with pytest.raises(SystemExit, match="2"):  # the status: not all were answered
+        sample.main(sample.Config(["out/ppo.pt"], n=2, temperature=1e-3, max_new_tokens=1))
+    printed, errors = capsys.readouterr()
     first, a, b, second, *_ = printed.splitlines()
-    assert (first, a, second) == ("What?", b, "Who?") and len(a.split()) < 2
-    assert process.returncode == 2 and errors.count("sample.py") == 2
+    assert (first, a, second) == (" What? ", b, "Who?\ufffd") and len(a.split()) < 2
+    assert errors.count("sample.py") == 2
 
 
-def test_sample_ends_quietly(run):
-    for status in 1, 130:
-        with start("sample.py", run / "ppo.pt", "Who?", "--n", 3000) as process:
-            process.stdout.readline()
-            process.stdout.close() if status == 1 else process.send_signal(signal.SIGINT)
-            assert process.wait() == status and not process.stderr.read()
+def test_a_separate_critic_starts_as_the_reward_model(folder):
+    policy, _, _ = load_checkpoint("out/sft.pt", ["sft"])
+    reward_model, _, _ = load_checkpoint("out/rm.pt", ["rm"])
+    reward_model.cap.fill_(inf)
+    actor_critic = separate_critic.add_critic(policy, separate_critic.Config())
+    tokens = torch.randint(300, (2, 9))
+    last = torch.arange(9).expand(2, 9) == 8
+    logits, values = actor_critic(tokens, last)
+    assert_equal(logits, policy(tokens, last)[0])
+    assert_equal(values, reward_model(tokens, torch.tensor([9, 9])), 1e-4)
+
+
+def run(monkeypatch, name, *flags):
+    """As a user does -> the lines of the log."""
+    common = ["--data=data", "--device=cpu", "--batch_size=16"]
+    monkeypatch.setattr("sys.argv", [name, *common, *flags])
+    runpy.run_path(f"{ROOT}/variations/{name}.py", run_name="__main__")
+    trained, _, _ = load_checkpoint(f"out/{name}/ppo.pt", ["ppo"])
+    before, _, _ = load_checkpoint("out/sft.pt", ["sft"])
+    assert not weights(trained).equal(weights(before))
+    return read_log(f"out/{name}/ppo.jsonl")
+
+
+PROGRAMS = {
+    "adaptive_kl": "--kl_target=0.1",
+    "grpo": "--kl_coef=1000",
+    "kl_in_loss": "--kl_loss_coef=1000",
+    "ppo_penalty": "--penalty=1000",
+    "ppo_ptx": "--ptx_coef=1000",
+    "reinforce": "--total",
+    "rloo": "--group_size=2",
+    "separate_critic": "--value_lr=0.001",
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_trains_and_saves_a_policy(folder, monkeypatch, capsys, name):
+    flag = PROGRAMS[name]
+    first, _, last = run(monkeypatch, name, "--steps=3", "--max_new_tokens=16", flag)
+    assert (first["grad_norm"] > 100) == flag.endswith("1000")
+    assert ("value_loss" in first) == (name not in ("grpo", "reinforce", "rloo"))
+    assert (first["kl_coef"] != last["kl_coef"]) == (name == "adaptive_kl")
+    explained = first["explained_variance"] or 0.0  # at first all values are equal
+    assert (abs(explained) > 0.1) == (name == "separate_critic")
+    printed = capsys.readouterr().out
+    assert ("sft_train.jsonl: 57 rows" in printed) == (name == "ppo_ptx")  # not the held out 3
+    if name == "separate_critic":
+        trained = torch.load("out/separate_critic/ppo_state.pt")["policy"]
+        before = torch.load("out/rm.pt")["model"]
+        assert not trained["value_trunk.norm.bias"].equal(before["trunk.norm.bias"])
+
+
+def test_dpo_learns_the_pairs_in_pieces_of_any_size(folder, monkeypatch):
+    flags = "--steps=15", "--lr=0.004", "--overwrite"
+    logs = [run(monkeypatch, "dpo", *flags, f"--micro_batch={size}") for size in (5, 16)]
+    for line, other in zip(*logs, strict=True):
+        for name in ("loss", "accuracy", "margin", "grad_norm"):
+            assert line[name] == pytest.approx(other[name], rel=1e-2, abs=1e-3)
+    assert logs[0][0]["loss"] == pytest.approx(math.log(2))
+    assert logs[0][-1]["loss"] < 0.5 and logs[0][-1]["grad_norm"] < 4
+    evaluate.main(evaluate.Config(["out/dpo"], prompts=2, reference_samples=4))

@@ -1,11 +1,9 @@
 """What the scripts share: plumbing/ without the page."""
 
 import json
-import os
 import random
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -80,25 +78,18 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path):
     assert path.read_bytes() == b"\xc3\xa9\\ud800" and list(path.parent.iterdir()) == [path]
 
 
-class Code:
-    def __reduce__(self):
-        return os.mkdir, ("evil",)
-
-
-def test_a_damaged_file_or_one_of_another_kind_is_refused(tmp_path, monkeypatch):
+def test_a_damaged_file_or_one_of_another_kind_is_refused(tmp_path):
     def load(words, kind="sft"):
         refused(f"sft.pt: {words}", load_checkpoint, path, [kind])
 
-    monkeypatch.chdir(tmp_path)
-    path = Path("sft.pt")
+    path = tmp_path / "sft.pt"
     load("not found; train_sft.py makes it")
-    for contents in ({"kind": Code()}, {"kind": "sft"}):
+    for contents in ({"kind": Path.cwd}, {"kind": "sft"}):  # code, which is not run; no model
         torch.save(contents, path)
         load("damaged")
     load("holds 'sft', not ppo", "ppo")
     path.write_bytes(path.read_bytes()[:-9])
     load("damaged")
-    assert not Path("evil").exists()
 
 
 def test_a_state_is_saved_every_half_minute(tmp_path):
@@ -155,10 +146,17 @@ def test_a_pass_has_every_row_once_and_depends_on_seed_and_step_alone():
     assert sorted(first) == sorted(second) == sorted(third) == list(range(7))
     assert first != second != third != first != batches.batch_of(range(7), 0, 7, seed=2)
     prompts = [[i] * (1 + i % 4) for i in range(12)]
-    config = SimpleNamespace(batch_size=24, group_size=2, seed=3)
-    batch = batches.prompt_batch(prompts, 5, config)  # groups side by side
+    batch = batches.prompt_batch(prompts, 5, Config(batch_size=24, group_size=2))  # side by side
     assert batch[::2] == batch[1::2] == sorted(batch[::2], key=len)
     assert sorted(batch[::2]) == prompts
+
+
+def test_pairs_of_a_batch_are_similar_and_each_comes_once():
+    rows = [([0] * (1 + i % 7), [1] * (i % 5), [i] * (i % 11)) for i in range(470)]
+    found = batches.similar_batches(rows, 157, 3, seed=1)
+    assert sorted(sum(found, [])) == sorted(rows)
+    lengths = [[len(x) + max(len(a), len(b)) for x, a, b in batch] for batch in found]
+    assert sum(max(batch) - min(batch) for batch in lengths) < 100 and lengths != sorted(lengths)
 
 
 def test_a_rollout_in_pieces_is_in_the_order_asked_for():
@@ -179,7 +177,7 @@ def test_a_rollout_in_pieces_is_in_the_order_asked_for():
 
 
 def reward(function):
-    rows = [{"prompt": "ab", "id": 7}, {"prompt": "ab"}]
+    rows = [{"prompt": "ab"}, {"prompt": "ab", "id": 7}]
     prompts = [prompt for (prompt,) in encode_rows(rows, [], TOKENIZER, 9)]
     tokens, mask = batches.pad_completions(list(zip(prompts, [[C, END], [D, E]])))
     return text_score(function, TOKENIZER)(prompts, tokens, mask).tolist()
@@ -187,9 +185,9 @@ def reward(function):
 
 def test_a_reward_has_trls_signature_and_may_seed_everything():
     def function(**arguments):
-        torch.manual_seed(0)
+        torch.manual_seed(1)
         assert arguments.pop("completion_ids") == [[C, END], [D, E]]
-        assert arguments == {"prompts": 2 * ["ab"], "completions": ["c", "de"], "id": [7, None]}
+        assert arguments == {"prompts": 2 * ["ab"], "completions": ["c", "de"], "id": [None, 7]}
         yield from (1, 2.5)
 
     before = torch.get_rng_state()
@@ -203,7 +201,7 @@ def test_a_reward_returns_one_number_for_each_response():
         assert reward(lambda y=returned, **_: y) == [1, 2]
     for returned in (None, "12", {"c": 1, "de": 2}, x[0]):
         refused("a list of numbers, not", reward, lambda y=returned, **_: y)
-    for returned in ([1], [1, nan], [1, None], [1, "2"], [1, 1.1e6]):
+    for returned in ([1], [1, nan], [1, -inf], [1, None], [1, "2"], [1, 1.1e6]):
         refused("not .* for 'de'", reward, lambda y=returned, **_: y)
     refused("3 for None", reward, lambda **_: [1, 2, 3])
     for name in ("math", "math:pi"):
@@ -211,7 +209,7 @@ def test_a_reward_returns_one_number_for_each_response():
 
 
 def check(policy, ref, scores=(0.0, 1.0), path=""):
-    config = SimpleNamespace(max_new_tokens=6, temperature=0.7, policy=path)
+    config = Config(max_new_tokens=6, temperature=0.7, policy=path)
     watch.check_start(policy, ref, lambda *_: torch.tensor(scores), [[1], [2, 3]], config)
 
 
@@ -232,7 +230,7 @@ def test_ppo_starts_only_if_sampling_update_and_reference_agree(capsys):
 def test_what_looks_wrong_is_said_now_and_then(capsys):
     for step, changes, kl, words in (
         (1, {"kl": -0.1}, [-0.1, -0.1], "the KL is -0.100, below 0"),
-        (1, {"kl": -0.1}, [-0.6, 0.4], ""),  # within its error
+        (1, {"kl": -0.2}, [-0.7, 0.3], ""),  # within its error
         (2, {"entropy": 0.01}, [0.5, 0.5], "--lr"),
         (101, {"eos_rate": 0.0}, [0.5, 0.5], "--max_new_tokens"),
         (3, {"eos_rate": 0.0}, [0.5, 0.5], ""),

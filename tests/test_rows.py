@@ -29,25 +29,25 @@ def test_a_mistake_is_named_with_file_and_line(tmp_path):
 
 
 def test_odd_text_survives_writing_and_reading(tmp_path):
-    path = tmp_path / "new" / "x.jsonl"
+    path = tmp_path / "new" / "folder" / "x.jsonl"
     rows = [{"a": "é\u2028\x85 \n"}, {"a": "\ud83d", "label": 0}]
     write_jsonl(path, rows)
-    assert read_jsonl(path) == rows
     data = path.read_bytes()
     assert "é\u2028".encode() in data
-    path.write_bytes(b"\xef\xbb\xbf" + data.replace(b"\n", b"\r\n"))
-    assert read_jsonl(path) == rows
+    for text in (data, b"\xef\xbb\xbf" + data.replace(b"\n", b"\r\n")):
+        path.write_bytes(text)
+        assert read_jsonl(path) == rows
 
 
 def test_a_hash_holds_out_one_prompt_in_twenty():
     prompts = [str(i) for i in range(1000)]
     assert len(held_out(prompts)) == 55
     assert held_out(prompts[:40]) == held_out(prompts[39::-1]) == {"39"}
-    assert held_out(["39", "51"]) == {"51"}
-    assert held_out(["\ud83d", "b", "c"]) == {"c"}
+    assert held_out(["\ud83d", "b", "c"]) == {"c"}  # at least one
+    assert held_out(["39", "51"]) == {"51"}  # never all
 
 
-def test_other_files_replace_missing_ones(tmp_path, capsys):
+def test_other_files_replace_missing_ones(tmp_path):
     def read(task):
         return [read_rows(tmp_path, task, split) for split in ("train", "val")]
 
@@ -60,9 +60,6 @@ def test_other_files_replace_missing_ones(tmp_path, capsys):
     pairs = [{"prompt": x, "chosen": "c", "rejected": "d"} for x in ("5", "39", "5")]
     write_jsonl(tmp_path / "pref_train.jsonl", pairs)
     assert read("prompts") == [[{"prompt": "5"}], [{"prompt": "39"}]]
-    printed = capsys.readouterr().out
-    for part in ("no pref_val.jsonl", "pref_train.jsonl: 2 rows", "no prompts files: pref"):
-        assert part in printed
     (tmp_path / "sft_train.jsonl").unlink()
     assert read("sft")[1] == [{"prompt": "39", "completion": "c"}]
     write_jsonl(tmp_path / "pref_val.jsonl", pairs[:1])

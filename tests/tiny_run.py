@@ -35,7 +35,8 @@ def write_data(folder, prompts=PROMPTS):
             rows["pref"].append({"prompt": x, "chosen": f" {x}{a}", "rejected": f" {x}{b}"})
     for task in rows:
         for split in ("train", "val"):
-            write_jsonl(folder / f"{task}_{split}.jsonl", rows[task])
+            part = rows[task] if split == "train" else rows[task][len(rows[task]) // 2 :]
+            write_jsonl(folder / f"{task}_{split}.jsonl", part)
 
 
 def write_models(folder):

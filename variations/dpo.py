@@ -3,7 +3,7 @@
     python -m variations.dpo           after train_sft.py, on pref_train.jsonl
     python -m variations.dpo --ipo     with the loss of IPO
 
-Writes out/dpo/ppo.pt, which evaluate.py and sample.py read.
+Writes out/dpo/ppo.pt, for sample.py, and for `evaluate.py out/dpo --kl_coef 0.1` (with rm.pt).
 
 The policy with the largest J for a reward r is proportional to ref * exp(r / beta). Solved for r:
 

@@ -2,8 +2,8 @@
 
     make mutants
 
-The bug is in a copy of the project. Its test runs in a fork of this process, which has imported
-torch but nothing of the project: faster than a new interpreter.
+It runs in a copy of the project, in a fork of this process, which has imported torch but nothing of
+the project: faster than a new interpreter.
 """
 
 import os
@@ -17,23 +17,24 @@ import torch
 import torch._dynamo  # slow: an optimizer would import it in every fork
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
-COPIED = ["*.py", "*.toml", "data/*.py", "plumbing/*.*", "variations/*.py", "tests/*.py"]
-OPTIONS = ["-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-c", "pyproject.toml"]
-OPTIONS += ["-p", "no:unraisableexception"]  # it spends half a second on collecting garbage
-os.environ["OMP_NUM_THREADS"] = "1"
+IGNORED = [".*", "__pycache__", "out*", "*.pt", "*.jsonl"]
+OPTIONS = "-x -p no:cacheprovider -p no:unraisableexception -p no:xdist".split()
+sys.dont_write_bytecode = True  # the next mutant might be taken for this one
 os.environ.pop("CI", None)  # with it, pytest would find and print all that differs, for minutes
 
 
 def read_bugs():
-    """bugs.txt -> (name, file, right, wrong, killer) each."""
+    """bugs.txt -> (file, right, wrong, killer) each."""
     text = (HERE / "bugs.txt").read_text(encoding="utf-8")
-    for section in re.split(r"(?m)^## ", text)[1:]:
-        head, *bugs = section.strip().split("\n\n")
-        file, killer = head.split(", ")
-        for bug in bugs:
-            right, wrong = re.findall(r"(?m)^    [-+] (.*)", bug)
-            yield bug.partition(": ")[0], file, right, wrong, killer
+    for part in text.split("\n# ")[1:]:
+        head, *sections = part.split("\n## ")
+        file, tests = head.strip().split(", ")
+        for section in sections:
+            killer, *bugs = section.strip().split("\n\n")
+            for bug in bugs:
+                name, right, wrong = re.split("\n[-+] ", bug)
+                case = file, right, wrong, f"tests/{tests}::{killer}"
+                yield pytest.param(*case, id=name.partition(":")[0])
 
 
 BUGS = list(read_bugs())
@@ -41,14 +42,8 @@ BUGS = list(read_bugs())
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A copy of the project."""
-    folder = tmp_path_factory.mktemp("project")
-    for pattern in COPIED:
-        for path in ROOT.glob(pattern):
-            copy = folder / path.relative_to(ROOT)
-            copy.parent.mkdir(exist_ok=True)
-            shutil.copy(path, copy)
-    return folder
+    copy = tmp_path_factory.mktemp("project") / "copy"
+    return shutil.copytree(HERE.parents[1], copy, ignore=shutil.ignore_patterns(*IGNORED))
 
 
 def run_in_fork(tests, folder):
@@ -62,22 +57,21 @@ def run_in_fork(tests, folder):
         sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
         os.chdir(folder)
         sys.path.insert(0, str(folder))
-        os._exit(pytest.main([*OPTIONS, *(f"tests/{test}" for test in tests)]))
+        os._exit(pytest.main([*OPTIONS, *tests]))
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return status, (folder / "log.txt").read_text(errors="replace")[-3000:]
 
 
 def test_the_killers_pass_on_the_code_as_it_is(folder):
-    status, log = run_in_fork(sorted({killer for *_, killer in BUGS}), folder)
+    status, log = run_in_fork(sorted({bug.values[-1] for bug in BUGS}), folder)
     assert status == 0, log
 
 
-@pytest.mark.parametrize("name, file, right, wrong, killer", BUGS, ids=[bug[0] for bug in BUGS])
-def test_the_bug_is_caught(name, file, right, wrong, killer, folder):
+@pytest.mark.parametrize("file, right, wrong, killer", BUGS)
+def test_the_bug_is_caught(file, right, wrong, killer, folder):
     source = (folder / file).read_text(encoding="utf-8")
     assert source.count(right) == 1, f"{right!r} should occur once in {file}"
     (folder / file).write_text(source.replace(right, wrong), encoding="utf-8")
-    shutil.rmtree((folder / file).parent / "__pycache__", ignore_errors=True)  # of other mutants
     status, log = run_in_fork([killer], folder)
     (folder / file).write_text(source, encoding="utf-8")
     assert status == 1, f"{killer} ended with {status}, not 1:\n{log}"
