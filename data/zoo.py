@@ -1,7 +1,5 @@
 """The default data set: visitors of a zoo ask, a crowd of helpers answers, a judge grades.
 
-    python -m data.zoo --out data/zoo --seed 0
-
 All answers are drawn from a known distribution, `crowd`, so the limits of any model are known too.
 The judge labels the pairs and grades answers for the logs.
 """

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-# The tensors of the tests are tiny: more threads would only wait for each other. The order of sums,
-# so the last bit of a result, depends on their number.
+# The tensors are tiny: more threads would wait for each other. The order of sums, so the last
+# bit of a result, depends on their number.
 torch.set_num_threads(1)
 
 

@@ -15,8 +15,8 @@ import evaluate
 import sample
 from data.rows import UserError, write_jsonl
 from data.zoo import judge
-from plumbing.files import read_log
-from plumbing.models import load_checkpoint
+from plumbing.files import fingerprint, read_log
+from plumbing.models import load_checkpoint, load_descendant
 from plumbing.page import curves, distinct
 from tiny import assert_equal, f64, inf, noise, weights
 from tiny_run import ROOT, write_models
@@ -182,8 +182,8 @@ def run(monkeypatch, name, *flags):
     common = ["--data=data", "--device=cpu", "--batch_size=16"]
     monkeypatch.setattr("sys.argv", [name, *common, *flags])
     runpy.run_path(f"{ROOT}/variations/{name}.py", run_name="__main__")
-    trained, _, _ = load_checkpoint(f"out/{name}/ppo.pt", ["ppo"])
     before, _, _ = load_checkpoint("out/sft.pt", ["sft"])
+    trained = load_descendant(f"out/{name}/ppo.pt", ["ppo"], fingerprint("out/sft.pt"), "cpu")
     assert not weights(trained).equal(weights(before))
     return read_log(f"out/{name}/ppo.jsonl")
 
@@ -224,5 +224,5 @@ def test_dpo_learns_the_pairs_in_pieces_of_any_size(folder, monkeypatch):
         for name in ("loss", "accuracy", "margin", "grad_norm"):
             assert line[name] == pytest.approx(other[name], rel=1e-2, abs=1e-3)
     assert logs[0][0]["loss"] == pytest.approx(math.log(2))
-    assert logs[0][-1]["loss"] < 0.5 and logs[0][-1]["grad_norm"] < 4
+    assert logs[0][-1]["loss"] < 0.5 and logs[0][-1]["grad_norm"] < 0.7
     evaluate.main(evaluate.Config(["out/dpo"], prompts=2, reference_samples=4))

@@ -234,7 +234,7 @@ def test_the_reward_models_loss_is_bradley_and_terrys():
     assert wrong == 10_000
 
 
-# 5. From the policy gradient to PPO (rewards, returns and advantages: test_exact.py)
+# 5. From the policy gradient to PPO; see test_exact.py
 
 
 @pytest.mark.parametrize("value", [0.0, 1e3 / 3, -1e6 / 3, 1e-6 / 3])
@@ -289,7 +289,7 @@ def test_centred_values_have_the_mean_of_the_scores():
 
 @pytest.mark.parametrize("epochs, minibatches, size", [(1, 1, 0), (3, 2, 0), (2, 2, 1), (2, 1, 2)])
 def test_an_update_is_a_plain_loop_and_pieces_add_up(epochs, minibatches, size):
-    config = PPOConfig(5, 0.7, clip_eps=0.15, value_clip=0.4, vf_coef=0.5)
+    config = PPOConfig(5, 0.7, clip_eps=0.15, value_clip=0.4, vf_coef=0.5, max_grad_norm=0.1)
     config.epochs, config.minibatches, config.micro_batch = epochs, minibatches, size
     batch = random_batch(5, outside=nan)
     batch |= compute_advantages(batch, config)
@@ -317,7 +317,7 @@ def test_an_update_is_a_plain_loop_and_pieces_add_up(epochs, minibatches, size):
             assert_equal(ppo_loss(*numbers, x, config), (losses, step))
             other.zero_grad()
             losses[x["mask"]].mean().backward()
-            seen["grad_norm"].append(gradient_step(other, 1.0))
+            seen["grad_norm"].append(gradient_step(other, 0.1))
             for name, numbers in {"loss": losses, **step}.items():
                 seen[name] += numbers[x["mask"]].tolist()
     assert_equal(weights(policy), weights(twin))
@@ -328,7 +328,7 @@ def test_an_update_is_a_plain_loop_and_pieces_add_up(epochs, minibatches, size):
 
 def test_the_learning_rate_climbs_and_falls():
     groups = [{"params": torch.zeros(1), "peak": peak} for peak in (1.0, 30.0)]
-    optimizer = torch.optim.SGD(groups, 5.0)
+    optimizer = torch.optim.SGD(groups)
     fall = [n / 20 for n in range(20, 0, -1)]
     climb = [1 / 3, 2 / 3, *(n / 18 for n in range(18, 0, -1))]
     for warmup, rates in ((0, fall), (2, climb), (1000, climb)):
@@ -374,6 +374,7 @@ def test_what_is_watched_is_what_the_names_say():
 
 
 def test_the_example_learns_with_torch_alone(tmp_path):
+    assert minippo.turns_score([], torch.tensor([[1, 20, 23]]), marks("xx")) == 1  # "bux"
     code = "import runpy, sys; sys.modules['numpy'] = None; "
     code += f"runpy.run_path({minippo.__file__!r}, run_name='__main__')"
     printed = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True)

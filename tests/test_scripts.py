@@ -27,7 +27,7 @@ STAGES = {"sft": train_sft, "rm": train_rm, "ppo": train_ppo}
 SETTINGS = {
     "sft": {"epochs": 40, "batch_size": 12, "lr": 0.01, "layers": 2, "channels": 32},
     "rm": {"epochs": 10, "batch_size": 10, "lr": 0.005, "answers": 512, "temperature": 3.0},
-    "ppo": {"steps": 60, "batch_size": 64, "group_size": 2, "lr": 0.0015, "value_lr": 0.03},
+    "ppo": {"steps": 60, "batch_size": 64, "group_size": 16, "lr": 0.0015, "value_lr": 0.03},
 }
 SETTINGS["rm"] |= {"max_new_tokens": 4}
 SETTINGS["ppo"] |= {"minibatches": 1, "kl_coef": 0.5, "reward": "my:vowels"}

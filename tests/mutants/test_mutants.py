@@ -2,8 +2,8 @@
 
     make mutants
 
-It runs in a copy of the project, in a fork of this process, which has imported torch but nothing of
-the project: faster than a new interpreter.
+It runs in a copy, in a fork of this process (which has imported torch, but not the project): faster
+than a new interpreter.
 """
 
 import os
