@@ -252,7 +252,7 @@ def row_lengths(mask):
 
 
 def masked_mean(numbers, mask):
-    """Mean over the mask: (B, T-1) each -> scalar."""
+    """Mean over the mask: (B, T-1) each -> scalar. Needs check_shapes."""
     check_shapes(numbers, mask=mask)
     return numbers[mask].mean()
 
@@ -366,7 +366,8 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0):
 
 
 def reward_model_loss(chosen_scores, rejected_scores):
-    """(B,), (B,) -> the mean negative log-likelihood of the choices (InstructGPT, eq. 1), stats."""
+    """(B,), (B,) -> the mean negative log-likelihood of the choices (InstructGPT, eq. 1), stats.
+    Needs check_shapes."""
     check_shapes(chosen_scores, rejected_scores)
     margin = chosen_scores - rejected_scores
     loss = -F.logsigmoid(margin).mean()
@@ -603,7 +604,8 @@ def value_loss(values, old_values, returns, clip):
 
 @torch.no_grad()
 def center_values(policy, batch):
-    """Before the first update, shift all values: their mean becomes the mean score of a rollout."""
+    """Before the first update, shift all values: their mean becomes the mean score of a rollout.
+    Needs masked_mean."""
     mean_value = masked_mean(batch["old_values"], batch["mask"])
     policy.value_head.bias += batch["scores"].mean() - mean_value
 
@@ -632,7 +634,8 @@ def center_values(policy, batch):
 
 
 def kl_per_response(logprobs, ref_logprobs, mask):
-    """k1, summed over the tokens of each response, in nats: (B, T-1) each -> (B,)."""
+    """k1, summed over the tokens of each response, in nats: (B, T-1) each -> (B,). Needs
+    check_shapes."""
     check_shapes(logprobs, ref_logprobs, mask=mask)
     return torch.where(mask, logprobs - ref_logprobs, 0.0).sum(1)
 

@@ -123,6 +123,8 @@ def main(config):
             python("evaluate.py", out, "--kl_coef", 0.1)  # one beta in all rows
             report = json.loads((out / "report.json").read_text())
             for row, summary in rows_of(name, label, report).items():
+                if any({**here, "row": row}.items() <= x.items() for x in read_results()):
+                    continue  # SFT, which all rows begin as
                 numbers = {x: round(summary[x], 4) for x in COLUMNS if x in summary}
                 result = {**here, "row": row, "commit": commit(), **numbers}
                 with open(RESULTS, "a") as file:
