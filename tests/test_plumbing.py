@@ -92,13 +92,14 @@ def test_a_damaged_file_or_one_of_another_kind_is_refused(tmp_path):
     load("damaged")
 
 
-def test_a_state_is_saved_every_half_minute(tmp_path):
+def test_a_state_is_saved_every_half_minute_and_the_clock_goes_on(tmp_path):
     record = files.Record(settings.RunConfig(out=tmp_path), "x", 9, {})
     record.begin(resume=False)
     for step, seconds in ((3, 31), (4, 25)):
         record.next_save -= seconds
         record.save_if_due(step)
-    assert record.begin(resume=True) == 3
+    files.write_text(record.log_path, '{"step": 3, "seconds": 70.0}\n')
+    assert record.begin(resume=True) == 3 and record.seconds_before == 70
 
 
 # Text and batches
@@ -263,6 +264,7 @@ def test_a_gpt_2_is_read_trained_and_written_back(tmp_path):
     paths = {"data": tmp_path / "data", "out": tmp_path, "device": "cpu"}
     train_sft.train(train_sft.Config(**paths, init=str(folder), steps=3, lr=0.1))
     gpt2.main(gpt2.Config([tmp_path / "sft.pt", folder, tmp_path / "new"]))
+    refused("exists already", gpt2.main, gpt2.Config([tmp_path / "sft.pt", folder, folder]))
     ours, _, _ = load_checkpoint(tmp_path / "sft.pt", ["sft"])
     theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "new").eval()
     tokens = torch.randint(len(words), (3, 32))
