@@ -260,8 +260,8 @@ def masked_mean(numbers, mask):
 def gather_logprobs(logits, targets, temperature=1.0):
     """log softmax(logits / temperature) at the targets, in nats: (..., V), (...) -> (...)."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # never in 16 bits
-    log_p = torch.log_softmax(logits / temperature, -1)
-    return log_p.gather(-1, targets[..., None]).squeeze(-1)
+    logprobs = torch.log_softmax(logits / temperature, -1)
+    return logprobs.gather(-1, targets[..., None]).squeeze(-1)
 
 
 def evaluate_actions(policy, tokens, mask, temperature=1.0):

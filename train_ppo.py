@@ -41,6 +41,7 @@ class Config(PPOConfig, RunConfig):
 
     def __post_init__(self):
         self.at_least_1("steps", "batch_size", "group_size", "sample_batch", "max_new_tokens")
+        self.at_least_1("epochs", "minibatches")
         if self.batch_size % self.group_size or self.batch_size < self.minibatches:
             wanted = f"a multiple of group_size {self.group_size}, and at least {self.minibatches}"
             raise ValueError(f"batch_size ({self.batch_size}): should be {wanted} (minibatches)")

@@ -46,7 +46,14 @@ def test_flags_are_the_fields_of_a_dataclass(capsys):
     with pytest.raises(SystemExit):
         read("-h")
     assert re.search(r"--gamma float +discount per token \(1.0\)\n", capsys.readouterr().out)
-    refused(r"steps \(0\): should be at least 1", read, "--steps=0")
+    for name in ("steps", "batch_size", "group_size", "sample_batch", "max_new_tokens"):
+        refused(rf"{name} \(0\): should be at least 1", read, f"--{name}=0")
+    for name in ("epochs", "minibatches"):
+        refused(rf"{name} \(-1\): should be at least 1", read, f"--{name}=-1")
+    for flag in ("--temperature=0", "--gamma=1.1", "--gamma=-0.1", "--lam=nan"):
+        refused("temperature should be above 0; gamma and lam", read, flag)
+    for flags in (["--batch_size=9", "--group_size=2"], ["--batch_size=3"]):
+        refused("batch_size", read, *flags)
     refused("--step", read, "--step=3")
     refused("--device gpu: .*cpu", settings.find_device, "gpu")
 

@@ -4,7 +4,8 @@ PPO sees only what it samples, so what the policy would say elsewhere may change
 adds c * E[log pi] to the objective, a mean over the tokens of texts that are known to be good. In
 InstructGPT (arXiv:2203.02155, eq. 2) they come from the pretraining data. Here they are
 demonstrations of stage 1: one for each response, as one more row of the batch. As PPO's advantages
-are whitened, c is not on the scale of the scores.
+are whitened, c is not on the scale of the scores. (In the log, explained_variance counts these rows
+too, as predicted.)
 """
 
 from dataclasses import dataclass
