@@ -8,7 +8,7 @@ policy could do: the best is pi*(y | x) ~ ref(y | x) exp(score / beta) (arXiv:22
 
 import json
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from plumbing.text import read_prompts
 
 @dataclass
 class Config:
-    folder: list = field(default_factory=list)  # of the run
+    folder: Path  # of the run, such as out
     state: bool = False  # measure ppo_state.pt, not ppo.pt
     data: str = ""  # data folder, if not the run's
     models: str = ""  # folder of sft.pt and rm.pt, if not the run's
@@ -134,9 +134,7 @@ def read_run(out, config):
 
 
 def main(config):
-    if len(config.folder) != 1:
-        raise UserError("give one folder, such as out")
-    out = Path(config.folder[0])
+    out = config.folder
     device = find_device(config.device)
     ppo, settings, weights = read_run(out, config)
     sft, tokenizer, sft_fingerprint = load_sft(ppo, device)

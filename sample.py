@@ -20,7 +20,8 @@ from plumbing.text import responses_of
 
 @dataclass
 class Config:
-    words: list = field(default_factory=list)  # a checkpoint, such as out/ppo.pt, and prompts
+    checkpoint: Path  # such as out/ppo.pt
+    prompts: list = field(default_factory=list)  # if there is none, the lines of standard input
     n: int = 1  # responses to each prompt
     temperature: float = 1.0  # divides the logits; below 1 keeps to likelier words
     max_new_tokens: int = 64  # longest response, in tokens
@@ -33,17 +34,14 @@ class Config:
 
 def answer_all(config):
     """-> the exit status: 2 if a prompt was left out."""
-    if not config.words:
-        raise UserError("give a checkpoint, such as out/ppo.pt")
-    path, *prompts = config.words
-    if Path(path).is_dir():
-        raise UserError(f"{path}: a folder; give a file in it, such as ppo.pt")
-    policy, tokenizer, _ = load_checkpoint(path, ["ppo", "sft"])
+    if config.checkpoint.is_dir():
+        raise UserError(f"{config.checkpoint}: a folder; give a file in it, such as ppo.pt")
+    policy, tokenizer, _ = load_checkpoint(config.checkpoint, ["ppo", "sft"])
     torch.manual_seed(config.seed)
     longest = policy.config.context - 1
     status = 0
     sys.stdin.reconfigure(errors="replace")  # what is not text
-    for line in prompts or sys.stdin:
+    for line in config.prompts or sys.stdin:
         text = line.rstrip("\r\n")
         prompt = tokenizer.encode(text)
         if not 0 < len(prompt) <= longest:

@@ -23,7 +23,7 @@ from plumbing.files import Record
 from plumbing.models import load_descendant, load_score, load_sft, save_checkpoint
 from plumbing.settings import RunConfig, run_script
 from plumbing.text import read_prompts
-from plumbing.watch import check_start, explained_variance, watch
+from plumbing.watch import check_start, explained_variance, grade, show_response, warn
 
 
 @dataclass
@@ -74,8 +74,8 @@ def train(
     # Adam's usual 0.999 averages over a thousand steps: too slow for a short run.
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
     parts = {"policy": actor_critic, "optimizer": optimizer}
-    facts = {"prompts": len(prompts), "sft": sft_fingerprint, "score": score_name}
-    record = Record(config, "ppo", config.steps, parts, **facts)
+    inputs = {"prompts": len(prompts), "sft": sft_fingerprint, "score": score_name}
+    record = Record(config, "ppo", config.steps, parts, **inputs)
     first = record.begin(config.resume)
     kl_coef = record.extra.get("kl_coef", config.kl_coef)  # beta
     if first == 0:
@@ -91,15 +91,15 @@ def train(
         # Phases 1 and 2
         batch = rollout_in_pieces(actor_critic, ref, score, batch_prompts, step_config)
         stats = batch_metrics(batch, step_config)
-        stats |= watch(step + 1, stats, batch, batch_prompts, tokenizer, judge)  # grades, warns
+        stats |= grade(judge, batch, batch_prompts, tokenizer)
+        show_response(step + 1, batch, batch_prompts, tokenizer)
+        warn(step + 1, stats, batch)
         batch |= compute_advantages(batch, step_config)  # phase 3
         stats["explained_variance"] = explained_variance(batch)
         stats |= ppo_update(actor_critic, optimizer, batch, step_config, loss)  # phase 4
-        stats["lr"] = optimizer.param_groups[0]["lr"]
         if next_kl_coef:  # variations/adaptive_kl.py; PPO's beta stays as it is
             kl_coef = next_kl_coef(kl_coef, stats["kl"], config)
-        tokens = batch["mask"].sum().item()
-        record.log(step + 1, stats, tokens, ["score", "judge", "kl", "entropy", "eos_rate"])
+        record.log(step + 1, stats, show=["score", "judge", "kl", "entropy", "eos_rate"])
         record.save_if_due(step + 1, kl_coef=kl_coef)
 
     metadata = {"sft": sft_fingerprint, "settings": record.settings}

@@ -1,10 +1,9 @@
 """Stage 2: the reward model learns which of two answers people prefer.
 
-    python train_rm.py                     after train_sft.py, on the same data
-    python train_rm.py --data FOLDER       on your own pref_train.jsonl and pref_val.jsonl
+    python train_rm.py [--data FOLDER]     after train_sft.py, on the same data
 
-The files hold rows {"prompt": ..., "chosen": ..., "rejected": ...}. The loss is
--log sigmoid(score of the chosen answer - score of the rejected one). Writes out/rm.pt.
+It reads pref_train.jsonl and pref_val.jsonl, rows {"prompt": ..., "chosen": ..., "rejected": ...}.
+The loss is -log sigmoid(score of the chosen answer - score of the rejected one). Writes out/rm.pt.
 """
 
 import math
@@ -41,8 +40,7 @@ class Config(RunConfig):
 def scores_of(model, pairs, device):
     """(prompt, chosen, rejected) as ids -> scores of chosen and rejected answers, (B, 2)."""
     rows = [prompt + answer for prompt, *answers in pairs for answer in answers]
-    tokens, lengths = pad(rows, device)  # (2B, T), (2B,)
-    return model(tokens, lengths).view(-1, 2)
+    return model(*pad(rows, device)).view(-1, 2)  # of tokens (2B, T) and lengths (2B,)
 
 
 @torch.no_grad()
@@ -80,11 +78,10 @@ def train(config):
     model = RewardModel(sft).to(device).train()
     groups = [{"params": model.parameters(), "peak": config.lr}]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
-    facts = {"pairs": len(pairs), "prompts": len(prompts), "sft": sft_fingerprint}
-    record = Record(config, "rm", steps, {"model": model, "optimizer": optimizer}, **facts)
-    first = record.begin(config.resume)
+    inputs = {"pairs": len(pairs), "prompts": len(prompts), "sft": sft_fingerprint}
+    record = Record(config, "rm", steps, {"model": model, "optimizer": optimizer}, **inputs)
 
-    for step in range(first, steps):
+    for step in range(record.begin(config.resume), steps):
         set_lr(optimizer, step, steps, config.warmup)
         batch = batches[step]
         scores = []
@@ -96,11 +93,9 @@ def train(config):
             scores.append(piece_scores.detach())
         _, stats = reward_model_loss(*torch.cat(scores).unbind(1))
         stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
-        stats["lr"] = optimizer.param_groups[0]["lr"]
         if (step + 1) % max(1, steps // 10) == 0:
             stats |= validation(model, val_pairs[:1000], config, device)
-        tokens = sum(len(ids) for pair in batch for ids in pair)
-        record.log(step + 1, stats, tokens, ["loss", "accuracy", "val_loss", "val_accuracy"])
+        record.log(step + 1, stats, show=["loss", "accuracy", "val_loss", "val_accuracy"])
         record.save_if_due(step + 1)
 
     model.eval()

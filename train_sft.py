@@ -77,11 +77,10 @@ def train(config):
     groups = [{"params": model.parameters(), "peak": config.lr}]
     # Adam's usual 0.999 averages over a thousand steps: too slow for a short run.
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
-    facts = {"rows": len(rows), "vocabulary": tokenizer.fingerprint()}
-    record = Record(config, "sft", steps, {"model": model, "optimizer": optimizer}, **facts)
-    first = record.begin(config.resume)
+    inputs = {"rows": len(rows), "vocabulary": tokenizer.fingerprint()}
+    record = Record(config, "sft", steps, {"model": model, "optimizer": optimizer}, **inputs)
 
-    for step in range(first, steps):
+    for step in range(record.begin(config.resume), steps):
         set_lr(optimizer, step, steps, config.warmup)
         batch = batch_of(rows, step, config.batch_size, config.seed)
         N = sum(len(completion) for _, completion in batch)  # tokens
@@ -94,10 +93,9 @@ def train(config):
             piece_loss.backward()
             loss += piece_loss.item()
         stats = {"loss": loss, "grad_norm": gradient_step(optimizer, config.max_grad_norm)}
-        stats["lr"] = optimizer.param_groups[0]["lr"]
         if (step + 1) % max(1, steps // 10) == 0:
             stats["val_loss"] = validation_loss(model, val_rows[:1000], config, device)
-        record.log(step + 1, stats, N, show=["loss", "val_loss"])
+        record.log(step + 1, stats, show=["loss", "val_loss"])
         record.save_if_due(step + 1)
 
     loss = validation_loss(model, val_rows, config, device)

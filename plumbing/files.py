@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from data.rows import UserError
-from plumbing.settings import FREE
+from plumbing.settings import NOT_COMPARED
 
 SAVE_SECONDS = 30  # between two saved states
 SHOW_SECONDS = 4  # between two lines on the screen
@@ -76,14 +76,14 @@ def read_log(path):
 class Record:
     """The log and the state of a run: out/STAGE.jsonl and out/STAGE_state.pt.
 
-    parts: {name: what has state_dict() and load_state_dict()}. facts: of data and models, compared
-    by --resume as the settings are.
+    parts: {name: what has state_dict() and load_state_dict()}. inputs: what tells data and models
+    apart; --resume compares it, as it compares the settings.
     """
 
-    def __init__(self, config, stage, steps, parts, **facts):
+    def __init__(self, config, stage, steps, parts, **inputs):
         self.state_path = config.out / f"{stage}_state.pt"
         self.log_path = config.out / f"{stage}.jsonl"
-        self.settings = {**config.settings(), **facts}
+        self.settings = {**config.settings(), **inputs}
         self.parts = parts
         self.steps = steps
 
@@ -96,7 +96,7 @@ class Record:
         write_text(self.log_path, "".join(json.dumps(line) + "\n" for line in lines))
         self.log_file = open(self.log_path, "a", buffering=1, encoding="utf-8")  # line by line
         self.seconds_before = lines[-1]["seconds"] if lines else 0.0
-        self.start = self.last_log = time.monotonic()
+        self.start = time.monotonic()
         self.next_show = 0.0
         return self.first
 
@@ -107,7 +107,7 @@ class Record:
         contents = read_torch(self.state_path, "--overwrite starts again")
         old = contents["settings"]
         for name, setting in self.settings.items():
-            if name not in FREE and old.get(name) != setting:
+            if name not in NOT_COMPARED and old.get(name) != setting:
                 was = f"{name} = {old.get(name)}, not {setting}"
                 raise UserError(f"{self.state_path}: saved with {was}; --overwrite starts again")
         for name, part in self.parts.items():
@@ -134,15 +134,14 @@ class Record:
         if step == self.steps or time.monotonic() > self.next_save:
             self.save(step, **extra)
 
-    def log(self, step, stats, tokens, show):
-        """tokens: trained in this step. show: names of the numbers that the screen shows."""
+    def log(self, step, stats, show):
+        """show: names of the numbers that the screen shows."""
         time_now = time.monotonic()
         seconds = time_now - self.start
         line = {"step": step, **stats, "seconds": round(self.seconds_before + seconds, 2)}
-        line["tokens_per_second"] = round(tokens / (time_now - self.last_log), 1)
+        line["lr"] = self.parts["optimizer"].param_groups[0]["lr"]
         finite = {name: x if math.isfinite(x) else None for name, x in line.items()}  # for JSON
         self.log_file.write(json.dumps(finite) + "\n")
-        self.last_log = time_now
         if time_now > self.next_show or step == self.steps or "val_loss" in stats:
             self.next_show = time_now + SHOW_SECONDS
             numbers = "  ".join(f"{name} {stats[name]:.3g}" for name in show if name in stats)

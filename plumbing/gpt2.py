@@ -4,7 +4,7 @@ python train_sft.py --init gpt2 ...                       or a folder with a GPT
 python -m plumbing.gpt2 out/gpt2/ppo.pt gpt2 FOLDER       the trained policy, with gpt2's tokenizer
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -73,23 +73,22 @@ def read_gpt2(source, bfloat16=False):
 
 @dataclass
 class Config:
-    words: list = field(default_factory=list)  # a checkpoint, its GPT-2, and a new folder
+    checkpoint: Path
+    source: str  # the GPT-2 that it began as: a name or a folder
+    folder: Path  # a new one, for the model
 
 
 def main(config):
-    if len(config.words) != 3:
-        raise UserError("give three words: CHECKPOINT, the GPT-2 that it began as, and a FOLDER")
-    path, source, folder = config.words
-    if Path(folder).exists():
-        raise UserError(f"{folder}: exists already; give a new folder")
-    policy, tokenizer, _ = load_checkpoint(path, ["ppo", "sft"])
-    theirs, their_tokenizer, ours = load_theirs(source)
+    if config.folder.exists():
+        raise UserError(f"{config.folder}: exists already; give a new folder")
+    policy, tokenizer, _ = load_checkpoint(config.checkpoint, ["ppo", "sft"])
+    theirs, their_tokenizer, ours = load_theirs(config.source)
     if ours.tokens != tokenizer.tokens:
-        raise UserError(f"{path}: did not begin as {source}: its vocabulary differs")
+        raise UserError(f"{config.checkpoint}: did not begin as {config.source}: other vocabulary")
     copy_trunk(policy.trunk, theirs.transformer)
-    theirs.save_pretrained(folder)
-    their_tokenizer.save_pretrained(folder)
-    print(f"wrote {folder}")
+    theirs.save_pretrained(config.folder)
+    their_tokenizer.save_pretrained(config.folder)
+    print(f"wrote {config.folder}")
 
 
 if __name__ == "__main__":

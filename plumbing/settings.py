@@ -5,14 +5,14 @@ import inspect
 import re
 import sys
 import typing
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 
 import torch
 
 from data.rows import UserError
 
-FREE = "data", "models", "policy", "micro_batch", "sample_batch"  # --resume may change them
+NOT_COMPARED = "data", "models", "policy", "micro_batch", "sample_batch"  # by --resume
 
 
 @dataclass
@@ -77,9 +77,9 @@ def help_texts(config_class):
 
 
 def read_flags(config_class, doc, arguments=None):
-    """The command line -> an instance of the dataclass. Each field is a flag `--name value`; a bool
-    is `--name`, or `--no_name` if it is true by default; a list takes the words that are no flags.
-    The comment after a field is its help."""
+    """The command line -> an instance of the dataclass. A field with a default is a flag, `--name
+    value`; for a bool `--name` and `--no-name`. A field without one is a word in its place, and a
+    list takes the words after it. The comment after a field is its help."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = Parser(description=doc, formatter_class=layout, allow_abbrev=False)
     types = typing.get_type_hints(config_class)
@@ -89,17 +89,15 @@ def read_flags(config_class, doc, arguments=None):
         text = texts.get(field.name, "").replace("%", "%%")
         if kind is list:
             parser.add_argument(field.name, nargs="*", help=text)
-        elif kind is bool and field.default:
-            flag = f"--no_{field.name}"
-            text = f"switch off: {text}"
-            parser.add_argument(flag, action="store_false", dest=field.name, help=text)
-        elif kind is bool:
-            parser.add_argument(f"--{field.name}", action="store_true", help=text)
+        elif field.default is MISSING:
+            parser.add_argument(field.name, type=kind, help=text)
         else:
+            options = {"type": kind, "metavar": kind.__name__}
+            if kind is bool:
+                options = {"action": argparse.BooleanOptionalAction}
             if str(field.default):
                 text += f" ({field.default})"
-            options = {"type": kind, "metavar": kind.__name__, "default": field.default}
-            parser.add_argument(f"--{field.name}", help=text, **options)
+            parser.add_argument(f"--{field.name}", default=field.default, help=text, **options)
     values = vars(parser.parse_intermixed_args(arguments))
     for name, value in values.items():
         if isinstance(value, Path):

@@ -53,18 +53,20 @@ def warn(step, stats, batch):
         print(f"warning: iteration {step}: {message}")
 
 
-def watch(step, stats, batch, prompts, tokenizer, judge):
-    """Say what looks wrong, show a response now and then -> {"judge": mean grade}, if there is a
-    judge."""
-    warn(step, stats, batch)
-    completions = [tokenizer.decode(ids) for ids in responses_of(batch["tokens"], batch["mask"])]
-    texts = [prompt.row["prompt"] for prompt in prompts]
+def show_response(step, batch, prompts, tokenizer):
+    """The first response of the batch, every 40 iterations."""
     if step % 40 == 1:
-        text = printable((texts[0] + completions[0])[:400], keep="")
+        response = tokenizer.decode(responses_of(batch["tokens"][:1], batch["mask"][:1])[0])
+        text = printable((prompts[0].row["prompt"] + response)[:400], keep="")
         print(f"       {text!r}  score {batch['scores'][0]:.2f}")
+
+
+def grade(judge, batch, prompts, tokenizer):
+    """-> {"judge": mean grade of the responses}; empty if there is no judge."""
     if judge is None:
         return {}
-    grades = [judge(prompt, completion) for prompt, completion in zip(texts, completions)]
+    responses = responses_of(batch["tokens"], batch["mask"])
+    grades = [judge(p.row["prompt"], tokenizer.decode(ids)) for p, ids in zip(prompts, responses)]
     return {"judge": sum(grades) / len(grades)}
 
 

@@ -83,7 +83,7 @@ def folder(tmp_path_factory):
 
 def evaluated(out, **flags):
     """-> the report, the data of the page."""
-    evaluate.main(evaluate.Config([out], reference_samples=67, policy_samples=1, **flags))
+    evaluate.main(evaluate.Config(Path(out), reference_samples=67, policy_samples=1, **flags))
     text = Path(out, "report.html").read_text().partition('id="data">')[2]
     data = json.loads(text.partition("</script>")[0], parse_constant=pytest.fail)
     return json.loads(Path(out, "report.json").read_text()), data
@@ -158,7 +158,7 @@ def test_sample_answers_what_fits(folder, monkeypatch, capsys):
     lines = b" What? \r\n\n" + 500 * b"x" + b"\nWho?\xff"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines)))
     with pytest.raises(SystemExit, match="2"):  # the status: not all were answered
-        sample.main(sample.Config(["out/ppo.pt"], n=2, temperature=1e-3, max_new_tokens=1))
+        sample.main(sample.Config(Path("out/ppo.pt"), n=2, temperature=1e-3, max_new_tokens=1))
     printed, errors = capsys.readouterr()
     first, a, b, second, *_ = printed.splitlines()
     assert (first, a, second) == (" What? ", b, "Who?\ufffd") and len(a.split()) < 2
@@ -225,4 +225,4 @@ def test_dpo_learns_the_pairs_in_pieces_of_any_size(folder, monkeypatch):
             assert line[name] == pytest.approx(other[name], rel=1e-2, abs=1e-3)
     assert logs[0][0]["loss"] == pytest.approx(math.log(2))
     assert logs[0][-1]["loss"] < 0.5 and logs[0][-1]["grad_norm"] < 0.7
-    evaluate.main(evaluate.Config(["out/dpo"], prompts=2, reference_samples=4))
+    evaluate.main(evaluate.Config(Path("out/dpo"), prompts=2, reference_samples=4))

@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import sample
 import train_sft
 from data.rows import UserError
 from minippo import frozen_copy
 from plumbing import batches, files, gpt2, settings, watch
 from plumbing.models import load_checkpoint, load_function, text_score
-from plumbing.text import Tokenizer, encode_rows
+from plumbing.text import Prompt, Tokenizer, encode_rows
 from tiny import assert_equal, biased, f64, inf, marks, nan, stir, tiny_gpt
 from tiny_run import write_data
 from train_ppo import Config
@@ -41,7 +42,7 @@ def test_flags_are_the_fields_of_a_dataclass(capsys):
     def read(*flags):
         return settings.read_flags(Config, "", flags)
 
-    config = read("--steps=8", "--resume", "--no_whiten", "--out=~/b")
+    config = read("--steps=8", "--resume", "--no-whiten", "--out=~/b")
     assert config == Config(out=Path.home() / "b", resume=True, steps=8, whiten=False)
     with pytest.raises(SystemExit):
         read("-h")
@@ -55,6 +56,9 @@ def test_flags_are_the_fields_of_a_dataclass(capsys):
     for flags in (["--batch_size=9", "--group_size=2"], ["--batch_size=3"]):
         refused("batch_size", read, *flags)
     refused("--step", read, "--step=3")
+    words = settings.read_flags(sample.Config, "", ["a.pt", "Hello", "--n=2", "you"])
+    assert words == sample.Config(Path("a.pt"), ["Hello", "you"], n=2)
+    refused("checkpoint", settings.read_flags, sample.Config, "", [])
     refused("--device gpu: .*cpu", settings.find_device, "gpu")
 
 
@@ -252,6 +256,19 @@ def test_what_looks_wrong_is_said_now_and_then(capsys):
         assert words in printed and bool(words) == bool(printed)
 
 
+def test_a_response_in_40_is_shown_and_all_are_graded(capsys):
+    prompts = [Prompt([A]), Prompt([B])]
+    prompts[0].row, prompts[1].row = {"prompt": "a"}, {"prompt": "b"}
+    batch = {"tokens": torch.tensor([[A, AB, C, END], [B, C, END, 0]])}
+    batch |= {"mask": marks("xxx", "xx."), "scores": f64([2, 1])}
+    for step in (1, 2, 40, 41):
+        watch.show_response(step, batch, prompts, TOKENIZER)
+    assert capsys.readouterr().out == 2 * "       'aabc'  score 2.00\n"
+    grades = {("a", "abc"): 3, ("b", "c"): -2}
+    assert watch.grade(lambda *texts: grades[texts], batch, prompts, TOKENIZER) == {"judge": 0.5}
+    assert watch.grade(None, batch, prompts, TOKENIZER) == {}
+
+
 def test_explained_variance_is_that_of_the_returns():
     returns = f64([[nan, 1, 2], [3, 4, inf]])
     batch = {"returns": returns, "old_values": -returns, "mask": marks(".xx", "xx.")}
@@ -270,8 +287,8 @@ def test_a_gpt_2_is_read_trained_and_written_back(tmp_path):
     write_data(tmp_path / "data")
     paths = {"data": tmp_path / "data", "out": tmp_path, "device": "cpu"}
     train_sft.train(train_sft.Config(**paths, init=str(folder), steps=3, lr=0.1))
-    gpt2.main(gpt2.Config([tmp_path / "sft.pt", folder, tmp_path / "new"]))
-    refused("exists already", gpt2.main, gpt2.Config([tmp_path / "sft.pt", folder, folder]))
+    gpt2.main(gpt2.Config(tmp_path / "sft.pt", folder, tmp_path / "new"))
+    refused("exists already", gpt2.main, gpt2.Config(tmp_path / "sft.pt", folder, folder))
     ours, _, _ = load_checkpoint(tmp_path / "sft.pt", ["sft"])
     theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "new").eval()
     tokens = torch.randint(len(words), (3, 32))

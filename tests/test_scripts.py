@@ -59,7 +59,7 @@ def lines_of(stage, out="out"):
     """The log without what the clock says."""
     lines = read_log(Path(out, f"{stage}.jsonl"))
     seconds = [line.pop("seconds") for line in lines]
-    assert seconds == sorted(seconds) and all(line.pop("tokens_per_second") > 0 for line in lines)
+    assert seconds == sorted(seconds)
     return lines
 
 

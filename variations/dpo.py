@@ -75,11 +75,10 @@ def train(config):
     groups = [{"params": policy.parameters(), "peak": config.lr}]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
     parts = {"policy": policy, "optimizer": optimizer}
-    facts = {"pairs": len(pairs), "sft": sft_fingerprint}
-    record = Record(config, "ppo", config.steps, parts, **facts)
-    first = record.begin(config.resume)
+    inputs = {"pairs": len(pairs), "sft": sft_fingerprint}
+    record = Record(config, "ppo", config.steps, parts, **inputs)
 
-    for step in range(first, config.steps):
+    for step in range(record.begin(config.resume), config.steps):
         set_lr(optimizer, step, config.steps, config.warmup)
         batch = batch_of(pairs, step, config.batch_size, config.seed)
         stats = {"loss": 0.0, "accuracy": 0.0, "margin": 0.0}
@@ -91,8 +90,7 @@ def train(config):
             for name, mean in piece_stats.items():
                 stats[name] += share * mean
         stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
-        tokens = sum(len(ids) for pair in batch for ids in pair)
-        record.log(step + 1, stats, tokens, ["loss", "accuracy", "margin"])
+        record.log(step + 1, stats, show=["loss", "accuracy", "margin"])
         record.save_if_due(step + 1)
 
     metadata = {"sft": sft_fingerprint, "settings": record.settings}

@@ -15,7 +15,7 @@ tokens  count less in long responses.
 k3      as a loss has the gradient of KL(ref || pi); PPO's J has KL(pi || ref).
 
 Beta is a penalty in the loss, beside advantages of a fixed size: --kl_coef is not the same penalty
-per nat as in PPO. With --no_std --no_length this is nearly Dr. GRPO (arXiv:2503.20783, which
+per nat as in PPO. With --no-std --no-length this is nearly Dr. GRPO (arXiv:2503.20783, which
 divides by a constant).
 """
 
