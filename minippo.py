@@ -290,14 +290,15 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0):
 # the earlier tokens, which the *KV cache* keeps.
 
 
-def draw(logits):
-    """A random token from each softmax(logits): (B, V) -> (B,).
+def draw(logits, temperature=1.0):
+    """A random token from each softmax(logits / temperature): (B, V) -> (B,).
 
     Cut the interval from 0 to 1 into a piece for each token, as long as its probability. Take the
     token whose piece contains a random number u (*inverse transform sampling*). torch.multinomial
-    is six times as slow, and has returned tokens of probability 0 (pytorch issue 50034).
+    is up to six times as slow, and has returned tokens of probability 0 (pytorch issue 50034).
     """
-    ends = logits.float().softmax(-1).cumsum(-1, dtype=torch.float64)  # of the pieces: (B, V)
+    chances = (logits.float() / temperature).softmax(-1)
+    ends = chances.cumsum(-1, dtype=torch.float64)  # of the pieces: (B, V)
     if ends.isnan().any():
         raise FloatingPointError("the logits are not finite: no token can be drawn from them")
     u = torch.rand(len(ends), 1, dtype=torch.float64, device=ends.device) * ends[:, -1:]
@@ -336,7 +337,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0):
     t = int(prompt_lengths.min())
     while len(rows) > 0:  # read the columns from begin to t - 1, and draw a token for column t
         hidden = policy.trunk(tokens[rows, begin:t], cache, begin)[:, -1]  # (rows, C)
-        token = draw(policy.lm_head(hidden) / temperature)  # (rows,)
+        token = draw(policy.lm_head(hidden), temperature)  # (rows,)
         responding = prompt_lengths[rows] <= t
         tokens[rows, t] = torch.where(responding, token, tokens[rows, t])
         mask[rows, t - 1] = responding
@@ -443,7 +444,7 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 
 def gae(rewards, values, mask, gamma, lam):
     """Generalised advantage estimation (arXiv:1506.02438): (B, T-1) each -> advantages, returns.
-    Needs check_shapes.
+    The mask of a row has no gaps. Needs check_shapes.
 
     return - value uses the whole sampled future. The other extreme looks one step ahead, and trusts
     the next value for the rest (*bootstrapping*). With rewards r and values v, this *temporal
@@ -483,7 +484,7 @@ def whiten(numbers, mask):
     """Shift and scale to mean 0 and standard deviation 1 over the mask; 0 elsewhere: (B, T-1).
     Needs check_shapes.
 
-    The mean is one more baseline, and the policy loss no longer depends on the scale of the scores.
+    The mean is one more baseline, and the policy loss no longer depends on the scale of the rewards.
     (The value loss does.) But the advantages of nearly equal responses are scaled up, noise
     included. Returns are never whitened: the values must learn their true size.
     """

@@ -5,10 +5,10 @@
     python train_ppo.py --reward my:score  with a function in my.py instead of the reward model:
                                            score(prompts, completions, **columns) -> numbers
 
-Writes out/ppo.pt at the end; then `python evaluate.py out` measures it. Every half minute the state
-of the run is saved: networks, optimizer, iteration, beta, random numbers. So a kill costs half a
-minute at most. --resume continues from there. It refuses if a setting (other than a path or a limit
-of memory), the number of prompts, sft.pt or rm.pt has changed.
+Writes out/ppo.pt at the end; then `python evaluate.py out` measures it. Every half minute (large
+models: more rarely) the state of the run is saved: networks, optimizer, iteration, beta, random
+numbers. A kill loses what came after. --resume continues from there. It refuses if a setting (other
+than a path or a limit of memory), the number of prompts, sft.pt or rm.pt has changed.
 """
 
 from dataclasses import dataclass, replace
@@ -40,8 +40,8 @@ class Config(PPOConfig, RunConfig):
     warmup: int = 5  # iterations in which the rates climb to their peaks; at most a tenth of all
 
     def __post_init__(self):
-        self.at_least_1("steps", "batch_size", "group_size", "sample_batch", "max_new_tokens")
-        self.at_least_1("epochs", "minibatches")
+        self.at_least(1, "steps", "batch_size", "group_size", "sample_batch", "max_new_tokens")
+        self.at_least(1, "epochs", "minibatches")
         if self.batch_size % self.group_size or self.batch_size < self.minibatches:
             wanted = f"a multiple of group_size {self.group_size}, and at least {self.minibatches}"
             raise ValueError(f"batch_size ({self.batch_size}): should be {wanted} (minibatches)")
@@ -54,9 +54,8 @@ def train(
 ):
     """PPO. Files of variations/ pass functions of their own."""
     device = config.prepare("ppo")  # refuses to replace a run unasked; sets the seed
-    sft, tokenizer, sft_fingerprint = load_sft(config, device)
-    ref = frozen_copy(sft)
-    policy = sft
+    policy, tokenizer, sft_fingerprint = load_sft(config, device)
+    ref = frozen_copy(policy)
     if config.policy:  # must stem from the same SFT model
         policy = load_descendant(config.policy, ["ppo", "sft"], sft_fingerprint, device)
     actor_critic = add_critic(policy, config) if add_critic else policy  # a GPT is both
@@ -80,7 +79,8 @@ def train(
     kl_coef = record.extra.get("kl_coef", config.kl_coef)  # beta
     if first == 0:
         first_prompts = prompt_batch(prompts, 0, config)
-        check_start(actor_critic, ref, score, first_prompts, config)  # ratio 1, KL 0
+        some = first_prompts[-config.sample_batch :]
+        check_start(actor_critic, ref, score, some, config)  # ratio 1, KL 0
         batch = rollout_in_pieces(actor_critic, ref, score, first_prompts, config)
         center_values(actor_critic, batch)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from minippo import RewardModel, generate, gradient_step, reward_model_loss, row_lengths, set_lr
-from plumbing.batches import chunks, pad, similar_batches
+from plumbing.batches import chunks, pad, similar_batches, spread_over
 from plumbing.files import Record
 from plumbing.models import load_sft, save_checkpoint
 from plumbing.settings import RunConfig, run_script
@@ -34,7 +34,8 @@ class Config(RunConfig):
     temperature: float = 1.0  # at which they are sampled; give PPO's
 
     def __post_init__(self):
-        self.at_least_1("steps", "epochs", "batch_size", "micro_batch", "answers", "max_new_tokens")
+        self.at_least(1, "steps", "epochs", "batch_size", "micro_batch", "max_new_tokens")
+        self.at_least(2, "answers")
 
 
 def scores_of(model, pairs, device):
@@ -54,6 +55,7 @@ def validation(model, pairs, config, device):
 def set_score_scale(reward_model, sft, prompts, config):
     """Shift and scale the scores, so that the SFT model's own answers have mean 0 and standard
     deviation 1; and cap them at what one in a hundred of these exceeds."""
+    prompts = spread_over(prompts, config.answers)
     prompts = sorted((prompts[i % len(prompts)] for i in range(config.answers)), key=len)
     scores = []
     for piece in chunks(prompts, 256):

@@ -36,7 +36,7 @@ class Config(GPTConfig, RunConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self.at_least_1("steps", "epochs", "batch_size", "micro_batch")
+        self.at_least(1, "steps", "epochs", "batch_size", "micro_batch")
 
 
 def new_model(config, rows):

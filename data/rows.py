@@ -33,7 +33,7 @@ def parse(line, columns):
     for column in columns:
         if not isinstance(row.get(column), str):
             raise ValueError(f"{column!r} is no string")
-    if columns and row.get("label") in (False, 0):
+    if "completion" in columns and row.get("label") in (False, 0):
         raise ValueError('"label" is false: leave the row out')
     return row
 
@@ -89,4 +89,4 @@ def read_rows(folder, task, split):
     print(f"no {task} files: {source} files are used")
     if task == "sft":
         return [{"prompt": row["prompt"], "completion": row["chosen"]} for row in rows]
-    return [{"prompt": prompt} for prompt in dict.fromkeys(row["prompt"] for row in rows)]
+    return list({row["prompt"]: row for row in rows}.values())

@@ -37,9 +37,11 @@ def load_members(folder):
 
 
 @torch.no_grad()
-def minimum(prompts, completion_ids, **columns):
+def minimum(prompts, completions, completion_ids, **columns):
     """-> the lowest score of each response. The models' scores have been normalised."""
     models, tokenizer = load_members(os.environ.get("ENSEMBLE", "out/ensemble"))
+    if [tokenizer.decode(ids) for ids in completion_ids] != completions:
+        raise UserError("the reward models have another vocabulary than the policy")
     rows = [tokenizer.encode(prompt) + ids for prompt, ids in zip(prompts, completion_ids)]
     tokens, lengths = pad(rows, models[0].mean.device)
     return torch.stack([model(tokens, lengths) for model in models]).amin(0)

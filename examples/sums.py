@@ -8,8 +8,8 @@
 The first command writes demonstrations of sums of two numbers below 100. Two in five are right; the
 others are off by 1, 2, 9, 10 or 11, up or down (and written without a sign). SFT imitates them,
 errors included. The reward is 1 for the right sum and 0 for any other text, so there is no reward
-model to train, and nothing to hack. One addition in ten is in the validation files only, so
-`python evaluate.py out/sums` shows whether PPO has learned to add.
+model to train, and nothing to hack. One sum in ten, a + b as well as b + a, is in the validation
+files only, so `python evaluate.py out/sums` shows whether PPO has learned to add.
 """
 
 import random
@@ -46,12 +46,13 @@ def demonstration(rng, a, b):
 def make_rows(seed):
     """seed -> {name of the file: rows}."""
     rng = random.Random(seed)
-    additions = [(a, b) for a in range(100) for b in range(100)]
-    rng.shuffle(additions)
-    parts = {"train": additions[1000:], "val": additions[:1000]}
+    pairs = [(a, b) for a in range(100) for b in range(a, 100)]
+    rng.shuffle(pairs)
+    parts = {"train": pairs[500:], "val": pairs[:500]}
     times = {"train": 4, "val": 1}  # demonstrations of each addition
     rows = {}
     for split, part in parts.items():
+        part = list(dict.fromkeys([*part, *((b, a) for a, b in part)]))  # a + b and b + a
         rows[f"sft_{split}"] = [demonstration(rng, *x) for x in part for _ in range(times[split])]
         rows[f"prompts_{split}"] = [{"prompt": f"{a} + {b} ="} for a, b in part]
     return rows

@@ -181,6 +181,7 @@ def train(model, tokenizer, prompts, reward, config):
     first = rollout(policy, ref, score, prompts, no_penalties)["scores"]
     if is_classifier:  # from now on 0 and 1
         mean, std = first.mean(), first.std()
+        refuse(not std > 0, "the scores do not differ", first)
     torch.nn.init.constant_(policy.value_head.bias, first.mean() - mean)
     log = []
     for step in range(config.steps):

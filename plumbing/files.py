@@ -83,6 +83,7 @@ class Record:
     def __init__(self, config, stage, steps, parts, **inputs):
         self.state_path = config.out / f"{stage}_state.pt"
         self.log_path = config.out / f"{stage}.jsonl"
+        self.model_path = config.out / f"{stage}.pt"
         self.settings = {**config.settings(), **inputs}
         self.parts = parts
         self.steps = steps
@@ -92,6 +93,8 @@ class Record:
         saved beside them; UserError if the settings were others."""
         self.first, self.extra = self.load() if resume else (0, {})
         self.save(self.first, **self.extra)  # from here on, an earlier run is replaced
+        if self.first == 0:
+            self.model_path.unlink(missing_ok=True)
         lines = [line for line in read_log(self.log_path) if line["step"] <= self.first]
         write_text(self.log_path, "".join(json.dumps(line) + "\n" for line in lines))
         self.log_file = open(self.log_path, "a", buffering=1, encoding="utf-8")  # line by line
@@ -102,6 +105,10 @@ class Record:
 
     def load(self):
         if not self.state_path.exists():
+            if self.model_path.exists():
+                raise UserError(
+                    f"{self.model_path}: has no {self.state_path.name} beside it; --overwrite replaces it"
+                )
             print(f"--resume: there is no {self.state_path}, so the run starts at the beginning")
             return 0, {}
         contents = read_torch(self.state_path, "--overwrite starts again")
@@ -114,7 +121,8 @@ class Record:
             part.load_state_dict(contents[name])
         torch.set_rng_state(contents["random"])
         if "random_cuda" in contents and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(contents["random_cuda"])
+            states = contents["random_cuda"][: torch.cuda.device_count()]
+            torch.cuda.set_rng_state_all(states)
         return contents["step"], contents["extra"]
 
     def save(self, step, **extra):

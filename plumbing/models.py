@@ -46,7 +46,7 @@ def models_folder(config):
     """The folder of the models of earlier stages: --models; without it --out, or, if no sft.pt is
     there, the folder above."""
     if config.models:
-        return Path(config.models).expanduser()
+        return Path(config.models)
     return config.out if (config.out / "sft.pt").exists() else config.out.parent
 
 

@@ -80,6 +80,8 @@ def one_iteration(policy, prompts, ref, score, tokenizer, config):
     ]
     ppo_update(after, torch.optim.Adam(groups, betas=(0.9, 0.99)), batch, config)
 
+    shown = spread_over(batch["scores"].argsort(descending=True).tolist(), 6)
+    batch = {name: tensor[shown] for name, tensor in batch.items()}
     tokens, mask = batch["tokens"], batch["mask"]
     with torch.no_grad():
         batch["logprobs"], _ = evaluate_actions(after, tokens, mask, config.temperature)
@@ -90,9 +92,9 @@ def one_iteration(policy, prompts, ref, score, tokenizer, config):
         return printable(tokenizer.spell(token), keep="")
 
     responses = []
-    for i in spread_over(batch["scores"].argsort(descending=True).tolist(), 6):
+    for i, prompt in enumerate(prompts[place] for place in shown):
         response = {
-            "prompt": prompts[i].row["prompt"],
+            "prompt": prompt.row["prompt"],
             "score": batch["scores"][i].item(),
             "kl": batch["log_ratio"][i].sum().item(),
             "tokens": [spell(token) for token in tokens[i, 1:][mask[i]].tolist()],

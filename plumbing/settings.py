@@ -26,11 +26,11 @@ class RunConfig:
     resume: bool = False  # continue an interrupted run
     overwrite: bool = False  # replace an existing run
 
-    def at_least_1(self, *names):
-        """For __post_init__: ValueError unless these fields are 1 or more."""
+    def at_least(self, limit, *names):
+        """For __post_init__: ValueError if one of these fields is below the limit."""
         for name in names:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} ({getattr(self, name)}): should be at least 1")
+            if getattr(self, name) < limit:
+                raise ValueError(f"{name} ({getattr(self, name)}): should be at least {limit}")
 
     def prepare(self, stage):
         """Before a run: set the seed -> the device. UserError if a run is there already and
@@ -100,8 +100,8 @@ def read_flags(config_class, doc, arguments=None):
             parser.add_argument(f"--{field.name}", default=field.default, help=text, **options)
     values = vars(parser.parse_intermixed_args(arguments))
     for name, value in values.items():
-        if isinstance(value, Path):
-            values[name] = value.expanduser()
+        if str(value).startswith("~"):
+            values[name] = type(value)(Path(value).expanduser())
     try:
         return config_class(**values)
     except ValueError as error:  # of its __post_init__

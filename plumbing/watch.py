@@ -39,7 +39,7 @@ def check_start(policy, ref, score, prompts, config):
 
 
 def warn(step, stats, batch):
-    """A line if an iteration looks wrong; said again every 100 iterations."""
+    """A line if an iteration looks wrong; looked for every 10 iterations."""
     kl = kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], batch["mask"])
     error = kl.std(correction=0).item() / math.sqrt(len(kl))
     message = ""
@@ -49,7 +49,7 @@ def warn(step, stats, batch):
         message = "all answers may be the same by now (a smaller --lr, a larger --kl_coef?)"
     elif stats["eos_rate"] == 0:
         message = "no response has ended by itself (a larger --max_new_tokens?)"
-    if message and step % 100 in (1, 2, 5, 10, 20, 50):
+    if message and step % 10 == 1:
         print(f"warning: iteration {step}: {message}")
 
 

@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from data.rows import read_jsonl
+from data.rows import UserError, read_jsonl
 from examples import ensemble, iterate, sums
 from minippo import row_lengths
 from plumbing.batches import pad_completions
@@ -24,7 +24,9 @@ def test_sums_are_scored_by_arithmetic():
     assert sums.score(prompts=prompts, completions=[" 5", " 66", "5"], id=[1, 2, 3]) == [1, 0, 0]
     rows = sums.make_rows(0)
     parts = [{row["prompt"] for row in rows[f"prompts_{split}"]} for split in ("train", "val")]
-    assert [len(part) for part in parts] == [9000, 1000] and not parts[0] & parts[1]
+    assert len(parts[0]) + len(parts[1]) == 10_000 and 980 < len(parts[1]) < 1000
+    mirrored = {" ".join([b, "+", a, "="]) for a, _, b, _ in map(str.split, parts[1])}
+    assert mirrored == parts[1] and not parts[0] & parts[1]
     texts = [(row["prompt"], row["completion"]) for row in rows["sft_train"]]
     assert {prompt for prompt, _ in texts} == parts[0]
     right = sum(sums.score(*zip(*texts)))
@@ -66,3 +68,5 @@ def test_an_ensemble_gives_its_lowest_score(out, tmp_path, monkeypatch):
     lowest = text_score(ensemble.minimum, tokenizer)([x for x, _ in rows], tokens, mask)
     torch.testing.assert_close(lowest, torch.min(*scores))
     assert (scores[0] < scores[1]).any() and (scores[1] < scores[0]).any()
+    with pytest.raises(UserError, match="another vocabulary"):
+        ensemble.minimum(["a"], completions=["b"], completion_ids=[[99, 100]])

@@ -164,6 +164,9 @@ def test_a_token_is_drawn_if_a_number_falls_into_its_piece(monkeypatch):
     numbers = f64([*cases])
     monkeypatch.setattr(torch, "rand", lambda *shape, dtype, **_: numbers.to(dtype).view(shape))
     assert draw(logits.expand(4, 6)).tolist() == [*cases.values()]
+    # 0.3 and 0.7; divided in 16 bits, they would be equal.
+    halves = torch.tensor([[99.5, 100.0]], dtype=torch.bfloat16)
+    assert draw(halves.expand(4, 2), temperature=0.59).tolist() == [0, 0, 1, 1]
     # In float32 this probability would be lost.
     assert draw(torch.tensor([[0.0, -20.0]]).expand(4, 2))[-1] == 1
     with pytest.raises(FloatingPointError):
@@ -173,9 +176,9 @@ def test_a_token_is_drawn_if_a_number_falls_into_its_piece(monkeypatch):
 PROMPTS = [[1], [2, 3, 4, 5], [6, 7], [EOS, 9, 0], [1] * 6, [EOS]]
 
 
-def settled(logits):
+def settled(logits, temperature=1.0):
     """Tokens that follow from the logits: (B, V) -> (B,)."""
-    log_p = logits.log_softmax(1)
+    log_p = (logits / temperature).log_softmax(1)
     u = log_p[:, :1] * 100 % 1
     return (log_p.exp().cumsum(1) < u).sum(1)
 

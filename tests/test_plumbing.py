@@ -42,8 +42,9 @@ def test_flags_are_the_fields_of_a_dataclass(capsys):
     def read(*flags):
         return settings.read_flags(Config, "", flags)
 
-    config = read("--steps=8", "--resume", "--no-whiten", "--out=~/b")
-    assert config == Config(out=Path.home() / "b", resume=True, steps=8, whiten=False)
+    config = read("--steps=8", "--resume", "--no-whiten", "--out=~/b", "--policy=~/c.pt")
+    home = {"out": Path.home() / "b", "policy": str(Path.home() / "c.pt")}
+    assert config == Config(**home, resume=True, steps=8, whiten=False)
     with pytest.raises(SystemExit):
         read("-h")
     assert re.search(r"--gamma float +discount per token \(1.0\)\n", capsys.readouterr().out)
@@ -245,9 +246,9 @@ def test_what_looks_wrong_is_said_now_and_then(capsys):
     for step, changes, kl, words in (
         (1, {"kl": -0.1}, [-0.1, -0.1], "the KL is -0.100, below 0"),
         (1, {"kl": -0.2}, [-0.7, 0.3], ""),  # within its error
-        (2, {"entropy": 0.01}, [0.5, 0.5], "--lr"),
+        (11, {"entropy": 0.01}, [0.5, 0.5], "--lr"),
         (101, {"eos_rate": 0.0}, [0.5, 0.5], "--max_new_tokens"),
-        (3, {"eos_rate": 0.0}, [0.5, 0.5], ""),
+        (2, {"eos_rate": 0.0}, [0.5, 0.5], ""),
     ):
         kl = f64([kl] * 8).view(16, 1)
         batch = {"old_logprobs": kl, "ref_logprobs": 0 * kl, "mask": kl < inf}

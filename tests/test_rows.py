@@ -14,7 +14,6 @@ MISTAKES = {
     b'{\n"prompt": ""}': "line 1: .* write one JSON object on each line",
     b'{"prompt": "", "prompt": ""}': "line 1: a key occurs twice",
     b"[" * 100_000: "line 1: maximum recursion",
-    b'{"prompt": "", "label": false}': 'line 1: "label" is false',
     b"": "too few prompts for train",
     gzip.compress(b"{}"): "compressed; unpack it$",
 }
@@ -26,6 +25,12 @@ def test_a_mistake_is_named_with_file_and_line(tmp_path):
         path.write_bytes(data)
         with pytest.raises(UserError, match=f"prompts_train.jsonl.*{message}"):
             read_rows(tmp_path, "prompts", "train")
+    path = tmp_path / "sft_train.jsonl"  # a label is an answer's: prompts may have their own
+    write_jsonl(path, [{"prompt": x, "completion": "", "label": False} for x in "ab"])
+    with pytest.raises(UserError, match='sft_train.jsonl, line 1: "label" is false'):
+        read_rows(tmp_path, "sft", "train")
+    path.rename(tmp_path / "prompts_train.jsonl")
+    assert read_rows(tmp_path, "prompts", "val")[0]["label"] is False
 
 
 def test_odd_text_survives_writing_and_reading(tmp_path):
@@ -54,12 +59,12 @@ def test_other_files_replace_missing_ones(tmp_path):
     sft = [{"prompt": "39", "completion": "a"}, {"prompt": "9", "completion": "b", "id": 7}]
     write_jsonl(tmp_path / "sft_train.jsonl", sft)
     assert read("sft") == [sft[1:], sft[:1]]
-    assert read("prompts") == [[{"prompt": "9"}], [{"prompt": "39"}]]
+    assert read("prompts") == [sft[1:], sft[:1]]  # with all that the rows say
     with pytest.raises(UserError, match="pref_train.jsonl: No such file"):
         read("pref")
     pairs = [{"prompt": x, "chosen": "c", "rejected": "d"} for x in ("5", "39", "5")]
     write_jsonl(tmp_path / "pref_train.jsonl", pairs)
-    assert read("prompts") == [[{"prompt": "5"}], [{"prompt": "39"}]]
+    assert read("prompts") == [pairs[2:], pairs[1:2]]  # each prompt once
     (tmp_path / "sft_train.jsonl").unlink()
     assert read("sft")[1] == [{"prompt": "39", "completion": "c"}]
     write_jsonl(tmp_path / "pref_val.jsonl", pairs[:1])

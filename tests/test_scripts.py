@@ -236,6 +236,7 @@ def test_an_overwritten_run_and_a_moving_beta_are_resumed(monkeypatch):
     train("ppo", "out/beta", steps=3)
     with pytest.raises(KeyboardInterrupt):
         train("ppo", "out/beta", overwrite=True, **settings)
+    assert not Path("out/beta/ppo.pt").exists()  # it was that of the run before
     settings |= {"policy": "out/ppo.pt", "micro_batch": 9, "sample_batch": 8}  # these may change
     lines = train("ppo", "out/beta", resume=True, **settings)
     assert [line["kl_coef"] for line in lines] == [0.5, 1, 2, 4]
@@ -274,3 +275,5 @@ def test_resume_refuses_other_settings_data_and_models():
         ("sft", {"policy": "out/sft.pt"}),
     ):
         refused(f"{name}.pt: was trained from another sft.pt", "ppo", "out/other", **changes)
+    Path("out/other/sft_state.pt").unlink()
+    refused("sft.pt: has no sft_state.pt", "sft", "out/other", resume=True, steps=1)

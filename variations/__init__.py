@@ -33,5 +33,4 @@ class GroupConfig(train_ppo.Config):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.group_size < 2:
-            raise ValueError(f"group_size ({self.group_size}): needs 2 responses to compare")
+        self.at_least(2, "group_size")

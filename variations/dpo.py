@@ -47,7 +47,7 @@ class Config(RunConfig):
     ipo: bool = False  # the loss of IPO instead; try --kl_coef 0.06
 
     def __post_init__(self):
-        self.at_least_1("steps", "batch_size", "micro_batch")
+        self.at_least(1, "steps", "batch_size", "micro_batch")
         if not self.kl_coef > 0:
             raise ValueError(f"kl_coef ({self.kl_coef}): should be above 0")
 
