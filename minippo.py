@@ -685,10 +685,12 @@ def rollout(policy, ref, score, prompts, config):
     last = tokens.gather(1, row_lengths(mask)[:, None] - 1).squeeze(1)
     ended = last == policy.config.eos
     penalties = config.length_penalty * mask.sum(1) + config.missing_eos_penalty * ~ended
+    scores = score(prompts, tokens, mask)
+    check_shapes(scores, penalties)
     return {
         "tokens": tokens,
         "mask": mask,
-        "scores": score(prompts, tokens, mask) - penalties,
+        "scores": scores - penalties,
         "ended": ended,
         "old_logprobs": old_logprobs,
         "old_values": old_values,
@@ -753,7 +755,7 @@ def ppo_update(policy, optimizer, batch, config, loss=ppo_loss):
     norms = []
     for _ in range(config.epochs):
         shuffled = torch.randperm(B, device=batch["mask"].device)
-        for minibatch in shuffled.tensor_split(config.minibatches):
+        for minibatch in shuffled.tensor_split(min(config.minibatches, B)):
             optimizer.zero_grad()
             N = batch["mask"][minibatch].sum()
             for rows in minibatch.split(config.micro_batch or B):  # pieces that fit into memory

@@ -42,9 +42,8 @@ class Config(PPOConfig, RunConfig):
     def __post_init__(self):
         self.at_least(1, "steps", "batch_size", "group_size", "sample_batch", "max_new_tokens")
         self.at_least(1, "epochs", "minibatches")
-        if self.batch_size % self.group_size or self.batch_size < self.minibatches:
-            wanted = f"a multiple of group_size {self.group_size}, and at least {self.minibatches}"
-            raise ValueError(f"batch_size ({self.batch_size}): should be {wanted} (minibatches)")
+        if self.batch_size % self.group_size:
+            raise ValueError(f"batch_size ({self.batch_size}) should be a multiple of group_size")
         if not (self.temperature > 0 and 0 <= self.gamma <= 1 and 0 <= self.lam <= 1):
             raise ValueError("temperature should be above 0; gamma and lam should be from 0 to 1")
 

@@ -85,13 +85,12 @@ def train(config):
 
     for step in range(record.begin(config.resume), steps):
         set_lr(optimizer, step, steps, config.warmup)
-        batch = batches[step]
         scores = []
         optimizer.zero_grad()
-        for piece in chunks(batch, config.micro_batch):
+        for piece in chunks(batches[step], config.micro_batch):
             piece_scores = scores_of(model, piece, device)
             loss, _ = reward_model_loss(*piece_scores.unbind(1))
-            (loss * len(piece) / len(batch)).backward()
+            (loss * len(piece) / len(batches[step])).backward()
             scores.append(piece_scores.detach())
         _, stats = reward_model_loss(*torch.cat(scores).unbind(1))
         stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
@@ -100,7 +99,6 @@ def train(config):
         record.log(step + 1, stats, show=["loss", "accuracy", "val_loss", "val_accuracy"])
         record.save_if_due(step + 1)
 
-    model.eval()
     stats = validation(model, val_pairs, config, device)
     torch.manual_seed(config.seed)
     set_score_scale(model, sft, prompts, config)

@@ -47,7 +47,8 @@ def main(config):
     path = config.out / "ppo.pt"
     policy = load_descendant(path, ["ppo"], sft_fingerprint, device)
     settings = load_checkpoint(path, ["ppo"])[2]["settings"]
-    longest, temperature = settings["max_new_tokens"], settings["temperature"]
+    longest = settings.get("max_new_tokens", 48)  # DPO has none
+    temperature = settings.get("temperature", 1.0)
     prompts = read_prompts(config.data, "train", tokenizer, sft.config.context, longest)
     rng = random.Random(config.seed)
     torch.manual_seed(config.seed)

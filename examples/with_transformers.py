@@ -91,6 +91,10 @@ class Prompt(list):
     """Ids. row: the user's dict."""
 
 
+def is_chat(prompt):
+    return len(prompt) > 0 and isinstance(prompt[0], dict)
+
+
 def encode(tokenizer, rows, room):
     """-> Prompts of 1 to `room` tokens."""
     bos, eos, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
@@ -100,7 +104,9 @@ def encode(tokenizer, rows, room):
         ids = row["prompt"]
         if isinstance(ids, str):
             ids = tokenizer.encode(ids)
-        elif ids and isinstance(ids[0], dict):
+            if ids[-1:] == [eos]:  # some tokenizers end each text
+                del ids[-1]
+        elif is_chat(ids):
             refuse(ids[-1]["role"] == "assistant", "a prompt ends with an answer", row)
             ids = tokenizer.apply_chat_template(ids, add_generation_prompt=True, return_dict=False)
         odd = ids[:2] in ([bos, bos], [eos, eos]) or pad in ids and pad not in (bos, eos)
@@ -112,6 +118,7 @@ def encode(tokenizer, rows, room):
             places.append(place)
     if places:
         print(f"{len(places)} prompts are empty or above {room} tokens, first {places[0]}")
+    refuse(not prompts, "no prompt is left of", rows)
     return prompts
 
 
@@ -121,8 +128,9 @@ def text_scores(reward, tokenizer, prompts, tokens, mask):
     columns = {name: [row.get(name) for row in rows] for name in set().union(*rows)}
     ids = [row[row_mask].tolist() for row, row_mask in zip(tokens[:, 1:], mask)]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    if isinstance(rows[0]["prompt"][0], dict):
-        texts = [[{"role": "assistant", "content": text}] for text in texts]
+    for i, row in enumerate(rows):
+        if is_chat(row["prompt"]):
+            texts[i] = [{"role": "assistant", "content": texts[i]}]
     columns |= {"prompts": columns.pop("prompt"), "completions": texts, "completion_ids": ids}
     with torch.random.fork_rng():  # the function may seed torch
         numbers = reward(**columns)
@@ -158,6 +166,7 @@ def rollout(policy, ref, score, prompts, config):
 
 def train(model, tokenizer, prompts, reward, config):
     """PPO, in place -> the metrics of each step."""
+    refuse(tokenizer.eos_token_id is None, "no end token", tokenizer)
     policy = Policy(model, tokenizer.eos_token_id)
     prompts = encode(tokenizer, prompts, policy.config.context - config.max_new_tokens)
     check(policy, prompts)
@@ -188,7 +197,8 @@ def train(model, tokenizer, prompts, reward, config):
         minippo.set_lr(optimizer, step, config.steps, warmup=5)
         batch = rollout(policy, ref, score, prompts, config)
         log.append(minippo.batch_metrics(batch, config))
-        print("iteration {}  score {score:.2f}  kl {kl:.2f}".format(step + 1, **log[-1]))
+        shown = "  ".join(f"{name} {log[-1][name]:.2f}" for name in ("score", "kl", "eos_rate"))
+        print(f"iteration {step + 1}  {shown}")
         batch |= minippo.compute_advantages(batch, config)
         minippo.ppo_update(policy, optimizer, batch, config)
     return log
@@ -206,6 +216,7 @@ def demo(steps=30):
 
 
 def load(kind, folder):
+    refuse(Path(folder, "adapter_config.json").exists(), "an adapter: merge it first", folder)
     model, info = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
     refuse(info["missing_keys"], f"{folder} lacks weights", info["missing_keys"])
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -215,8 +226,8 @@ def load(kind, folder):
 def main(config):
     torch.manual_seed(config.seed)
     refuse(Path(config.out).exists(), "exists", config.out)
-    with open(f"{config.data}/prompts_train.jsonl", encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
+    with open(f"{config.data}/prompts_train.jsonl", encoding="utf-8-sig") as file:
+        rows = [json.loads(line) for line in file if line.strip()]
     model, tokenizer = load(transformers.AutoModelForCausalLM, config.policy)
     if config.reward:
         reward = pkgutil.resolve_name(config.reward)
@@ -228,6 +239,7 @@ def main(config):
         import peft
 
         model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
+    Path(config.out).mkdir(parents=True)
     train(model, tokenizer, rows, reward, config)
     model = model.merge_and_unload() if config.lora else model
     model.save_pretrained(config.out)

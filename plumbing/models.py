@@ -108,7 +108,10 @@ def text_score(function, tokenizer):
         columns["completions"] = [tokenizer.decode(ids) for ids in columns["completion_ids"]]
         completions = list(columns["completions"])
         with torch.random.fork_rng():  # the function may seed torch
-            scores = checked_scores(function(**columns), completions)
+            try:
+                scores = checked_scores(function(**columns), completions)
+            except (ArithmeticError, ImportError, OSError) as error:  # a traceback helps here
+                raise RuntimeError("--reward: the function raised an error") from error
         return torch.tensor(scores, device=tokens.device)
 
     return score

@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import io
 import re
 import sys
 import typing
@@ -27,10 +28,10 @@ class RunConfig:
     overwrite: bool = False  # replace an existing run
 
     def at_least(self, limit, *names):
-        """For __post_init__: ValueError if one of these fields is below the limit."""
+        """UserError if one of these fields is below the limit."""
         for name in names:
             if getattr(self, name) < limit:
-                raise ValueError(f"{name} ({getattr(self, name)}): should be at least {limit}")
+                raise UserError(f"{name} ({getattr(self, name)}): should be at least {limit}")
 
     def prepare(self, stage):
         """Before a run: set the seed -> the device. UserError if a run is there already and
@@ -41,6 +42,7 @@ class RunConfig:
             if path.exists() and not (self.resume or self.overwrite):
                 hint = "--resume continues the run, --overwrite replaces it"
                 raise UserError(f"{path}: exists already; {hint}")
+        self.at_least(0, "seed")
         torch.manual_seed(self.seed)
         return find_device(self.device)
 
@@ -118,7 +120,8 @@ def run_script(main, config_class, doc):
     """main(config) as a program: reads the flags. A mistake of the user ends it with one line and
     status 2, Ctrl-C with one line and status 130; a bug of ours shows a traceback."""
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # a terminal without Unicode shows question marks
+        if isinstance(stream, io.TextIOWrapper):  # those of a notebook are not
+            stream.reconfigure(errors="replace")  # a terminal without Unicode shows question marks
     try:
         main(read_flags(config_class, doc))
         return

@@ -214,6 +214,8 @@ def test_a_rollout_is_what_each_row_would_give_alone(monkeypatch, limit, tempera
     for name, x in zip(("old_logprobs", "ref_logprobs", "old_values"), f64(numbers).T):
         expected[name] = torch.zeros(mask.shape).double().masked_scatter(mask, x)
     assert_equal(batch, expected)
+    with pytest.raises(ValueError):
+        rollout(policy, ref, lambda *_: torch.zeros(len(PROMPTS), 1), PROMPTS, config)
 
 
 def test_sizes_and_prompts_that_do_not_fit_are_refused():
@@ -290,7 +292,7 @@ def test_centred_values_have_the_mean_of_the_scores():
 # 6. The loop
 
 
-@pytest.mark.parametrize("epochs, minibatches, size", [(1, 1, 0), (3, 2, 0), (2, 2, 1), (2, 1, 2)])
+@pytest.mark.parametrize("epochs, minibatches, size", [(1, 9, 0), (3, 2, 0), (2, 2, 1), (2, 1, 2)])
 def test_an_update_is_a_plain_loop_and_pieces_add_up(epochs, minibatches, size):
     config = PPOConfig(5, 0.7, clip_eps=0.15, value_clip=0.4, vf_coef=0.5, max_grad_norm=0.1)
     config.epochs, config.minibatches, config.micro_batch = epochs, minibatches, size
@@ -313,7 +315,7 @@ def test_an_update_is_a_plain_loop_and_pieces_add_up(epochs, minibatches, size):
     torch.manual_seed(1)
     seen = defaultdict(list)
     for _ in range(epochs):
-        for rows in torch.randperm(6).tensor_split(minibatches):
+        for rows in torch.randperm(6).tensor_split(min(minibatches, 6)):
             x = {name: numbers[rows] for name, numbers in batch.items()}
             numbers = evaluate_actions(twin, x["tokens"], x["mask"], 0.7)
             losses, step = loss(*numbers, x, config)

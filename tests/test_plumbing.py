@@ -54,13 +54,13 @@ def test_flags_are_the_fields_of_a_dataclass(capsys):
         refused(rf"{name} \(-1\): should be at least 1", read, f"--{name}=-1")
     for flag in ("--temperature=0", "--gamma=1.1", "--gamma=-0.1", "--lam=nan"):
         refused("temperature should be above 0; gamma and lam", read, flag)
-    for flags in (["--batch_size=9", "--group_size=2"], ["--batch_size=3"]):
-        refused("batch_size", read, *flags)
+    refused("batch_size .* multiple", read, "--batch_size=9", "--group_size=2")
     refused("--step", read, "--step=3")
     words = settings.read_flags(sample.Config, "", ["a.pt", "Hello", "--n=2", "you"])
     assert words == sample.Config(Path("a.pt"), ["Hello", "you"], n=2)
     refused("checkpoint", settings.read_flags, sample.Config, "", [])
     refused("--device gpu: .*cpu", settings.find_device, "gpu")
+    refused(r"seed \(-1\)", Config(seed=-1).prepare, "ppo")
 
 
 def test_a_users_mistake_is_one_line_and_a_bug_of_ours_a_traceback(monkeypatch, capsys):
@@ -219,6 +219,9 @@ def test_a_reward_returns_one_number_for_each_response():
     for returned in ([1], [1, nan], [1, -inf], [1, None], [1, "2"], [1, 1.1e6]):
         refused("not .* for 'de'", reward, lambda y=returned, **_: y)
     refused("3 for None", reward, lambda **_: [1, 2, 3])
+    for error in (OSError("No route"), FloatingPointError("underflow")):  # not ours: a traceback
+        with pytest.raises(RuntimeError, match="the function raised"):
+            reward(lambda error=error, **_: raising(error)(None))
     for name in ("math", "math:pi"):
         refused(f"{name}: ", load_function, name)
 

@@ -83,13 +83,14 @@ def test_what_would_go_wrong_is_refused():
     refuses("float32", tiny().requires_grad_(False))
     refuses("num_labels", tiny(), classifier(2))
     refuses("pad_token", tiny(), classifier(pad_token_id=None))
+    refuses("no prompt is left", tiny(), length_of, "")
     for prompt in ([*TALK, ANSWER], [5, PAD], [EOS, EOS, 5], [BOS, BOS, 5]):
         refuses("a prompt", tiny(), length_of, prompt)
 
 
 def test_prompts_without_room_are_told(capsys):
     rows = [{"prompt": prompt} for prompt in ("Hi", TALK, [EOS], [], "Hello")]
-    assert hf.encode(TOKENIZER, rows, 3) == [[75, 108, EOS], [75, 108, 61], [EOS]]
+    assert hf.encode(TOKENIZER, rows, 3) == [[75, 108], [75, 108, 61], [EOS]]
     assert capsys.readouterr().out == "2 prompts are empty or above 3 tokens, first 4\n"
 
 
