@@ -130,7 +130,7 @@ def read_run(out, config):
         sample_batch=config.sample_batch,
         micro_batch=config.micro_batch,
     )
-    return ppo, settings, contents["policy" if in_progress else "model"]
+    return ppo, settings, contents["model"]
 
 
 def main(config):

@@ -32,8 +32,8 @@ A *score* rates a whole response, a *reward* belongs to one token (except in the
 model*). Shapes: B rows in a batch, T columns, C channels, H attention heads, V tokens in the
 vocabulary, N response tokens.
 
-One convention holds everywhere. A row starts at column 0: a prompt, its response, then padding,
-which no response sees, because attention is causal. Choosing token t + 1 is the *action* taken in
+One convention holds everywhere. A row is a prompt, its response, then padding, and starts at column
+0. Attention is causal, so no response sees padding. Choosing token t + 1 is the *action* taken in
 the *state* "tokens 0 .. t have been read", and every number about that choice is stored at index t:
 log pi at index 1 is that of token 2, "sweet". With the prompt "Bees eat", a score of 1.40 and beta
 0.1 (a dot means: not used):
@@ -44,21 +44,21 @@ log pi at index 1 is that of token 2, "sweet". With the prompt "Bees eat", a sco
     mask         .      yes    yes    yes    .              does the action belong to the response?
     log pi       .     -0.50  -1.20  -0.10   .              old_logprobs: when sampled
     log ref      .     -1.00  -1.00  -0.30   .              ref_logprobs: by the reference
-    KL           .      0.50  -0.20   0.20   .              log pi - log ref: a sample of the KL
+    KL           .      0.50  -0.20   0.20   .              log pi - log ref; on average, the KL
     reward       .     -0.05   0.02   1.38   .              -beta * KL; the last gets the score too
-    value        .      0.80   1.00   1.20   .              prediction: sum of the rewards to come
+    value        .      0.80   1.00   1.50   .              prediction: sum of the rewards to come
 
 Phase 3 asks how much better than expected each action turned out. The value after the last action
 counts as 0. (Gamma and lam, see section 5, are 1 here.)
 
-    delta        .      0.15   0.22   0.18   .              reward + next value - value
-    advantage    .      0.55   0.40   0.18   .              sum of this delta and all later ones
+    delta        .      0.15   0.52  -0.12   .              reward + next value - value
+    advantage    .      0.55   0.40  -0.12   .              sum of this delta and all later ones
     return       .      1.35   1.40   1.38   .              advantage + value: rewards still to come
-    whitened     .      1.14   0.15  -1.29   .              scaled to mean 0, variance 1 in a batch
+    whitened     .      0.95   0.43  -1.38   .              scaled to mean 0, variance 1 in a batch
 
-Phase 4 makes actions with a whitened advantage above 0 more probable, those below 0 less. (Here the
-batch is one response. <eos> beat its value, but by less than the average of 0.38, so its whitened
-advantage is below 0.)
+Phase 4 makes actions with a whitened advantage above 0 more probable, and those below 0 less
+probable. (Here the batch is one response. Its end is below 0: 1.50 had been predicted, and 1.38 was
+the reward.)
 """
 
 import copy
@@ -447,15 +447,15 @@ def gae(rewards, values, mask, gamma, lam):
     The mask of a row has no gaps. Needs check_shapes.
 
     return - value uses the whole sampled future. The other extreme looks one step ahead, and trusts
-    the next value for the rest (*bootstrapping*). With rewards r and values v, this *temporal
-    difference error* is delta_t = r_t + gamma v_{t+1} - v_t. GAE counts later deltas too (eq. 16):
+    the next value for the rest (*bootstrapping*). With rewards r and values v, it is the *temporal
+    difference error* delta_t = r_t + gamma v_{t+1} - v_t. GAE counts later deltas too (eq. 16):
 
         A_t = delta_t + (gamma lam) delta_{t+1} + (gamma lam)^2 delta_{t+2} + ...
             = delta_t + (gamma lam) A_{t+1}
 
-    The response of the header:       lam 1      0.55   0.40   0.18
-                                      lam 0.9    0.49   0.38   0.18
-                                      lam 0      0.15   0.22   0.18
+    The response of the header:       lam 1      0.55   0.40  -0.12
+                                      lam 0.9    0.52   0.41  -0.12
+                                      lam 0      0.15   0.52  -0.12
 
     With lam = 1 the values in between cancel: A is return - value (*Monte Carlo*), unbiased, but
     noisy. lam = 0 gives only delta: less noisy, but biased where values are wrong. In between, A
@@ -519,17 +519,17 @@ def whiten(numbers, mask):
 #
 #     log pi now    -0.25  -1.10  -0.40     of the same actions
 #     ratio          1.28   1.11   0.74     pi / old: exp(log pi now - log pi)
-#     A              1.14   0.15  -1.29     the whitened advantage
+#     A              0.95   0.43  -1.38     the whitened advantage
 #     clipped        1.20   1.11   0.80
-#     ratio * A      1.46   0.17  -0.96
-#     clipped * A    1.37   0.17  -1.04     here the smaller of the two, or equal
-#     gradient       0      0.17   0        what multiplies grad log pi
+#     ratio * A      1.22   0.47  -1.02
+#     clipped * A    1.14   0.47  -1.11     here the smaller of the two, or equal
+#     gradient       0      0.47   0        what multiplies grad log pi
 #
-# The loss is -(1.37 + 0.17 - 1.04) / 3 = -0.17. Where the clipped product is the smaller one, there
+# The loss is -(1.14 + 0.47 - 1.11) / 3 = -0.17. Where the clipped product is the smaller one, there
 # is no gradient, because a clipped ratio is a constant: the first token has risen enough, the last
 # has fallen enough. Why not always the clipped one? Tokens share the weights, so steps for others
-# may have moved a ratio the wrong way. If the ratio of the first token (A = 1.14) had fallen to
-# 0.70, ratio * A = 0.80 would be less than clipped * A = 0.91, and have a gradient: the ratio is
+# may have moved a ratio the wrong way. If the ratio of the first token (A = 0.95) had fallen to
+# 0.70, ratio * A = 0.67 would be less than clipped * A = 0.76, and have a gradient: the ratio is
 # pulled back up. The clip alone would freeze it there.
 #
 # What multiplies grad log pi in all cases:
@@ -540,13 +540,13 @@ def whiten(numbers, mask):
 #
 # A single step can still carry a ratio out of the range. In one pass of four steps, the default,
 # the clip hardly acts: here PPO is almost REINFORCE with a baseline. In four passes it is needed:
-# on a scale from 0, the SFT model, to 1, the best possible policy, PPO gets 0.90 with it, and -1.35
-# with neither this clip nor that of the values (RESULTS.md).
+# on a scale from 0, the SFT model, to 1, the best possible policy, PPO gets 0.94 with this clip and
+# -1.35 without it (neither with the clip of the values; RESULTS.md).
 
 
 def k3(d):
-    """An estimate of KL(p || q) at each token, from d = log p - log q of a token sampled from p, of
-    any shape; see 5.6. The clamp keeps exp from overflowing."""
+    """An estimate of KL(pi || ref) at each token, from d = log pi - log ref of a token sampled from
+    pi, of any shape; see 5.6. The clamp keeps exp from overflowing."""
     return (-d).clamp(max=20).exp() - 1 + d
 
 
@@ -562,18 +562,18 @@ def policy_loss(logprobs, old_logprobs, advantages, clip_eps):
     return losses, {
         "policy_loss": losses,
         "approx_kl": k3(-log_ratio),  # KL(old || pi): old has sampled
-        "clip_frac": ((ratio - 1).abs() > clip_eps).float(),  # with or without a gradient
+        "clip_frac": ((ratio - 1).abs() > clip_eps).float(),  # the gradient may be 0 or not
         "ratio": ratio,
     }
 
 
 # 5.5 The value function
 #
-# It is trained beside the policy, with five kinds of help:
+# It is trained beside the policy. Five details help:
 #
 # - The weights of its head start at 0: random values would be noise in the advantages.
 # - center_values() first sets its bias to the mean score (the mean return, as long as the KL is 0).
-#   Otherwise many updates may only learn a constant.
+#   Otherwise many updates may be spent on learning a constant.
 # - The head has far to go: train_ppo.py trains it at 30 times the learning rate of the trunk.
 # - Its gradient enters the trunk too, where vf_coef = 0.1 keeps it below that of the policy.
 # - Its loss is clipped, as in most published code. (Without this clip, results are no worse: in
@@ -617,7 +617,7 @@ def center_values(policy, batch):
 # with d = log pi - log ref (Schulman, "Approximating KL divergence"):
 #
 #     k1 = d                  on average the KL, but often below 0   in the reward; metric kl
-#     k2 = d^2 / 2            has the gradient of this state's KL    in variations/kl_in_loss.py
+#     k2 = d^2 / 2            its mean gradient is that of the KL    in variations/kl_in_loss.py
 #     k3 = exp(-d) - 1 + d    on average the KL, and never below 0   metrics; in the loss of GRPO
 #
 # k3 is never below 0, because exp(z) >= 1 + z. Its mean is the KL, because E[exp(-d)] =
@@ -626,7 +626,7 @@ def center_values(policy, batch):
 # Why not in the loss? A token decides which states follow, and with them the later KL. In the
 # reward, the return of a token contains its own d and all later ones. As a loss, k2 has the
 # gradient d * grad log pi: it ignores the states that the token leads to. As a loss, k1 would teach
-# nothing: its gradient, grad log pi, has mean 0.
+# nothing: its gradient, grad log pi, has mean 0. As a loss, k3 has the gradient of KL(ref || pi).
 #
 # KL(pi || ref) is a mean over what pi writes: an answer that ref hardly ever writes costs a lot,
 # one that pi stops writing costs little. (Dropping half of ref's probability costs log 2 = 0.69
@@ -733,8 +733,8 @@ def set_lr(optimizer, step, steps, warmup=0):
 
 def gradient_step(optimizer, max_grad_norm):
     """Clip the gradient, and take a step -> the norm before clipping. FloatingPointError, before
-    any weight changes, if it is not finite. (At ratio 1 PPO's own clip does nothing: this is the
-    only limit on one lucky sample.)"""
+    any weight changes, if it is not finite. (At ratio 1 PPO's own clip does nothing, so only
+    this limits the effect of a single sample.)"""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm).item()
     if not math.isfinite(norm):

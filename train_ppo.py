@@ -7,8 +7,9 @@
 
 Writes out/ppo.pt at the end; then `python evaluate.py out` measures it. Every half minute (large
 models: more rarely) the state of the run is saved: networks, optimizer, iteration, beta, random
-numbers. A kill loses what came after. --resume continues from there. It refuses if a setting (other
-than a path or a limit of memory), the number of prompts, sft.pt or rm.pt has changed.
+numbers. A kill loses what came after. --resume continues from there. It refuses if a setting other
+than a path, --device, --micro_batch and --sample_batch, the number of prompts, sft.pt or rm.pt has
+changed.
 """
 
 from dataclasses import dataclass, replace
@@ -64,22 +65,21 @@ def train(
     judge = judge_of(config.data)  # None for other data than the default; nothing trains on it
 
     parameters = actor_critic.named_parameters()
-    others = [p for name, p in parameters if not name.startswith("value_head")]
+    trunk = [p for name, p in parameters if not name.startswith("value_head")]
     groups = [
-        {"params": others, "peak": config.lr},
+        {"params": trunk, "peak": config.lr},
         {"params": actor_critic.value_head.parameters(), "peak": config.value_lr},
     ]
     # Adam's usual 0.999 averages over a thousand steps: too slow for a short run.
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
-    parts = {"policy": actor_critic, "optimizer": optimizer}
     inputs = {"prompts": len(prompts), "sft": sft_fingerprint, "score": score_name}
-    record = Record(config, "ppo", config.steps, parts, **inputs)
+    record = Record(config, "ppo", config.steps, actor_critic, optimizer, **inputs)
     first = record.begin(config.resume)
     kl_coef = record.extra.get("kl_coef", config.kl_coef)  # beta
     if first == 0:
         first_prompts = prompt_batch(prompts, 0, config)
-        some = first_prompts[-config.sample_batch :]
-        check_start(actor_critic, ref, score, some, config)  # ratio 1, KL 0
+        # The ratio must be 1 and, unless --policy is given, the KL 0.
+        check_start(actor_critic, ref, score, first_prompts[: config.sample_batch], config)
         batch = rollout_in_pieces(actor_critic, ref, score, first_prompts, config)
         center_values(actor_critic, batch)
 

@@ -80,10 +80,10 @@ def train(config):
     model = RewardModel(sft).to(device).train()
     groups = [{"params": model.parameters(), "peak": config.lr}]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
-    inputs = {"pairs": len(pairs), "prompts": len(prompts), "sft": sft_fingerprint}
-    record = Record(config, "rm", steps, {"model": model, "optimizer": optimizer}, **inputs)
+    record = Record(config, "rm", steps, model, optimizer, pairs=len(pairs), sft=sft_fingerprint)
+    first = record.begin(config.resume)
 
-    for step in range(record.begin(config.resume), steps):
+    for step in range(first, steps):
         set_lr(optimizer, step, steps, config.warmup)
         scores = []
         optimizer.zero_grad()

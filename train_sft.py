@@ -78,9 +78,10 @@ def train(config):
     # Adam's usual 0.999 averages over a thousand steps: too slow for a short run.
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
     inputs = {"rows": len(rows), "vocabulary": tokenizer.fingerprint()}
-    record = Record(config, "sft", steps, {"model": model, "optimizer": optimizer}, **inputs)
+    record = Record(config, "sft", steps, model, optimizer, **inputs)
+    first = record.begin(config.resume)
 
-    for step in range(record.begin(config.resume), steps):
+    for step in range(first, steps):
         set_lr(optimizer, step, steps, config.warmup)
         batch = batch_of(rows, step, config.batch_size, config.seed)
         N = sum(len(completion) for _, completion in batch)  # tokens

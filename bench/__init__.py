@@ -1,1 +1,1 @@
-"""Makes the tables of RESULTS.md: run.py trains and evaluates, fill.py writes the tables."""
+"""Makes the table of RESULTS.md."""

@@ -76,21 +76,21 @@ def read_log(path):
 class Record:
     """The log and the state of a run: out/STAGE.jsonl and out/STAGE_state.pt.
 
-    parts: {name: what has state_dict() and load_state_dict()}. inputs: what tells data and models
-    apart; --resume compares it, as it compares the settings.
+    inputs: what tells data and models of earlier stages apart; --resume compares it, as it compares
+    the settings.
     """
 
-    def __init__(self, config, stage, steps, parts, **inputs):
+    def __init__(self, config, stage, steps, model, optimizer, **inputs):
         self.state_path = config.out / f"{stage}_state.pt"
         self.log_path = config.out / f"{stage}.jsonl"
         self.model_path = config.out / f"{stage}.pt"
         self.settings = {**config.settings(), **inputs}
-        self.parts = parts
+        self.parts = {"model": model, "optimizer": optimizer}
         self.steps = steps
 
     def begin(self, resume):
-        """-> the first step. With resume, the parts get their saved state, and `extra` what was
-        saved beside them; UserError if the settings were others."""
+        """-> the first step. With resume, model and optimizer get their saved state, and `extra` is
+        what was saved beside them; UserError if the settings were others."""
         self.first, self.extra = self.load() if resume else (0, {})
         self.save(self.first, **self.extra)  # from here on, an earlier run is replaced
         if self.first == 0:

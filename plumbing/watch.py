@@ -54,11 +54,12 @@ def warn(step, stats, batch):
 
 
 def show_response(step, batch, prompts, tokenizer):
-    """The first response of the batch, every 40 iterations."""
+    """A response of the batch, every 40 iterations."""
     if step % 40 == 1:
-        response = tokenizer.decode(responses_of(batch["tokens"][:1], batch["mask"][:1])[0])
-        text = printable((prompts[0].row["prompt"] + response)[:400], keep="")
-        print(f"       {text!r}  score {batch['scores'][0]:.2f}")
+        i = step % len(prompts)  # they are sorted by length: not always the shortest
+        ids = responses_of(batch["tokens"], batch["mask"])[i]
+        text = printable((prompts[i].row["prompt"] + tokenizer.decode(ids))[:400], keep="")
+        print(f"       {text!r}  score {batch['scores'][i]:.2f}")
 
 
 def grade(judge, batch, prompts, tokenizer):

@@ -135,13 +135,13 @@ def test_a_run_in_progress_is_measured(folder, tmp_path):
     assert evaluated(out)[0]["policy"]["optimality"] < -100
     policy = torch.load(out / "sft.pt")["model"]
     policy["value_trunk.norm.bias"] = torch.ones(32)  # of a separate critic
-    torch.save(torch.load(out / "ppo_state.pt") | {"policy": policy}, out / "ppo_state.pt")
+    torch.save(torch.load(out / "ppo_state.pt") | {"model": policy}, out / "ppo_state.pt")
     (tmp_path / "prompts_train.jsonl").write_text('{"prompt": "What?"}\n{"prompt": "</script>"}')
     flags = {"data": str(tmp_path), "kl_coef": 0.1}
     with pytest.raises(UserError, match="separate critic"):
         evaluated(out, state=True)
     del policy["value_trunk.norm.bias"]
-    torch.save(torch.load(out / "ppo_state.pt") | {"policy": policy}, out / "ppo_state.pt")
+    torch.save(torch.load(out / "ppo_state.pt") | {"model": policy}, out / "ppo_state.pt")
     report, data = evaluated(out, state=True, **flags)
     policy = report["policy"]  # one response to one prompt
     assert policy == report["unseen"] and abs(policy["optimality"]) < 9
@@ -212,7 +212,7 @@ def test_each_trains_and_saves_a_policy(folder, monkeypatch, capsys, name):
     printed = capsys.readouterr().out
     assert ("sft_train.jsonl: 57 rows" in printed) == (name == "ppo_ptx")  # not the held out 3
     if name == "separate_critic":
-        trained = torch.load("out/separate_critic/ppo_state.pt")["policy"]
+        trained = torch.load("out/separate_critic/ppo_state.pt")["model"]
         before = torch.load("out/rm.pt")["model"]
         assert not trained["value_trunk.norm.bias"].equal(before["trunk.norm.bias"])
 

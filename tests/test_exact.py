@@ -10,63 +10,11 @@ import pytest
 import torch
 
 import minippo
-from minippo import PPOConfig, compute_advantages, evaluate_actions, frozen_copy, gae, ppo_loss
+from minippo import PPOConfig, compute_advantages, gae, ppo_loss
 from minippo import ppo_update
-from plumbing.batches import pad_completions
-from tiny import assert_equal, f64, gradient, inf, marks, nan, noise, tiny_gpt, weights
+from tiny import Task, assert_equal, f64, gradient, marks, nan, weights
 
-PROMPTS = [[0], [1, 0, 1], [0, 1]]  # of different lengths
 CASES = [(1, 0.1, 2, 1), (1, 0, 3, 1.6), (0, 0.3, 2, 1), (1, 2, 1, 0.7)]
-
-
-def all_responses(vocab_size, horizon):
-    """All that may be sampled: up to the end token (the last id) or cut off at the horizon."""
-    rows = [[]]
-    for _ in range(horizon):
-        ended = [row for row in rows if vocab_size - 1 in row]
-        going_on = [row for row in rows if vocab_size - 1 not in row]
-        rows = ended + [[*row, token] for row in going_on for token in range(vocab_size)]
-    return rows
-
-
-class Task:
-    """Random policy, reference and scores; every response to every prompt as one batch."""
-
-    def __init__(self, vocab_size=3, horizon=3, scores=1.0, **settings):
-        self.config = PPOConfig(
-            whiten=False, minibatches=1, max_grad_norm=inf, vf_coef=0, **settings
-        )
-        self.policy = tiny_gpt(vocab_size)
-        self.ref = frozen_copy(tiny_gpt(vocab_size))
-        rows = itertools.product(PROMPTS, all_responses(vocab_size, horizon))
-        self.tokens, self.mask = pad_completions(list(rows))
-        self.scores = scores * noise(len(self.tokens))
-
-    def evaluate(self, model):
-        return evaluate_actions(model, self.tokens, self.mask, self.config.temperature)
-
-    def chances(self):
-        """The probability of each row, given its prompt: (B, 1)."""
-        return self.evaluate(self.policy)[0].detach().sum(1, keepdim=True).exp()
-
-    def record(self):
-        """The batch as ppo_update gets it."""
-        old_logprobs, old_values = self.evaluate(self.policy)
-        batch = {"tokens": self.tokens, "mask": self.mask, "scores": self.scores}
-        batch |= {"old_logprobs": old_logprobs.detach(), "old_values": old_values.detach()}
-        batch["ref_logprobs"] = self.evaluate(self.ref)[0]
-        return batch | compute_advantages(batch, self.config)
-
-    def objective(self):
-        """J, summed over the prompts: sum of p(y) (score(y) - beta log p(y) / q(y))."""
-        log_p = self.evaluate(self.policy)[0].sum(1)
-        assert_equal(log_p.exp().sum(), f64(3.0))  # none is missing
-        kl = log_p - self.evaluate(self.ref)[0].sum(1)
-        return (log_p.exp() * (self.scores - self.config.kl_coef * kl)).sum()
-
-    def in_states_visited(self, x):
-        """E of the sum over a response."""
-        return (self.chances() * x)[self.mask].sum()
 
 
 @pytest.mark.parametrize("scores, beta, horizon, temperature", CASES)

@@ -105,7 +105,9 @@ def test_a_damaged_file_or_one_of_another_kind_is_refused(tmp_path):
 
 
 def test_a_state_is_saved_every_half_minute_and_the_clock_goes_on(tmp_path):
-    record = files.Record(settings.RunConfig(out=tmp_path), "x", 9, {})
+    model = tiny_gpt()
+    optimizer = torch.optim.SGD(model.parameters())
+    record = files.Record(settings.RunConfig(out=tmp_path), "x", 9, model, optimizer)
     record.begin(resume=False)
     for step, seconds in ((3, 31), (4, 25)):
         record.next_save -= seconds
@@ -267,7 +269,7 @@ def test_a_response_in_40_is_shown_and_all_are_graded(capsys):
     batch |= {"mask": marks("xxx", "xx."), "scores": f64([2, 1])}
     for step in (1, 2, 40, 41):
         watch.show_response(step, batch, prompts, TOKENIZER)
-    assert capsys.readouterr().out == 2 * "       'aabc'  score 2.00\n"
+    assert capsys.readouterr().out == 2 * "       'bc'  score 1.00\n"
     grades = {("a", "abc"): 3, ("b", "c"): -2}
     assert watch.grade(lambda *texts: grades[texts], batch, prompts, TOKENIZER) == {"judge": 0.5}
     assert watch.grade(None, batch, prompts, TOKENIZER) == {}

@@ -7,8 +7,7 @@ import torch
 
 from minippo import PPOConfig, compute_advantages, evaluate_actions, policy_loss, ppo_loss
 from plumbing.batches import pad_completions
-from test_exact import Task
-from tiny import EOS, assert_equal, gradient, inf, random_batch, tiny_gpt
+from tiny import EOS, Task, assert_equal, gradient, inf, random_batch, tiny_gpt
 from variations import adaptive_kl, dpo, grpo, kl_in_loss, ppo_penalty, ppo_ptx, reinforce, rloo
 
 

@@ -74,11 +74,11 @@ def train(config):
     pairs = read_ids(config.data, "pref", "train", tokenizer, policy.config.context)
     groups = [{"params": policy.parameters(), "peak": config.lr}]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
-    parts = {"policy": policy, "optimizer": optimizer}
     inputs = {"pairs": len(pairs), "sft": sft_fingerprint}
-    record = Record(config, "ppo", config.steps, parts, **inputs)
+    record = Record(config, "ppo", config.steps, policy, optimizer, **inputs)
+    first = record.begin(config.resume)
 
-    for step in range(record.begin(config.resume), config.steps):
+    for step in range(first, config.steps):
         set_lr(optimizer, step, config.steps, config.warmup)
         batch = batch_of(pairs, step, config.batch_size, config.seed)
         stats = {"loss": 0.0, "accuracy": 0.0, "margin": 0.0}
