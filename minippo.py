@@ -23,6 +23,14 @@ four phases:
                      |                                                   v
                      +---- 4. update: the clipped loss <---- 3. rewards, advantages
 
+In code (section 6):
+
+    batch = rollout(policy, ref, score, prompts, config)     # phases 1 and 2
+    batch |= compute_advantages(batch, config)               # phase 3
+    ppo_update(policy, optimizer, batch, config)             # phase 4
+
+Four models take part:
+
     policy            starts as the SFT model; trained          log pi of each token
     value function    a second head on the policy; trained      reward still to come
     reference         the SFT model; frozen                     log ref of each token
@@ -74,7 +82,7 @@ import torch.nn.functional as F
 # 1. The networks
 #
 # GPT-2 (Radford et al., 2019) without dropout, which would make sampling and update disagree about
-# log pi.
+# log pi. (If you know nanoGPT: the cache, the value head and the mask are new. Go on to section 2.)
 
 
 @dataclass
@@ -187,35 +195,6 @@ class GPT(nn.Module):
         return self.lm_head(hidden), self.value_head(hidden).squeeze(-1)
 
 
-class RewardModel(nn.Module):
-    """Scores a row, prompt and response, with one number: how much would people like it?
-
-    After training, train_rm.py sets `mean` and `std`, so that the scores of the SFT model's answers
-    have mean 0 and standard deviation 1: then beta means the same for any reward model. `cap` is
-    the score that one in a hundred of these answers exceeds. Scores above it are often wrong, and
-    are lowered to it (arXiv:2502.18770).
-    """
-
-    def __init__(self, gpt):
-        super().__init__()
-        self.config = gpt.config
-        self.trunk = copy.deepcopy(gpt.trunk)
-        self.score_head = nn.Linear(self.config.channels, 1)
-        std = 1 / math.sqrt(self.config.channels + 1)  # Stiennon et al., arXiv:2009.01325
-        nn.init.normal_(self.score_head.weight, std=std)
-        nn.init.zeros_(self.score_head.bias)
-        self.register_buffer("mean", torch.zeros(()))
-        self.register_buffer("std", torch.ones(()))
-        self.register_buffer("cap", torch.tensor(math.inf))
-
-    def forward(self, tokens, lengths):
-        """tokens (B, T), lengths (B,) -> (B,), read at the last token, which has seen them all."""
-        rows = torch.arange(len(lengths), device=lengths.device)
-        last = self.trunk(tokens)[rows, lengths - 1]  # (B, C)
-        scores = (self.score_head(last).squeeze(-1) - self.mean) / self.std
-        return torch.minimum(scores, self.cap)
-
-
 def frozen_copy(model):
     """A copy that is never trained."""
     return copy.deepcopy(model).eval().requires_grad_(False)
@@ -232,7 +211,7 @@ def frozen_copy(model):
 def check_shapes(*tensors, mask=None):
     """ValueError if the shapes differ (PyTorch would broadcast (B, 1)), if a tensor is in 16 bits
     (a log-probability of -10 would be off by up to 0.03), or if the mask is not boolean (numbers 0
-    and 1 would pick rows 0 and 1)."""
+    and 1 would pick rows 0 and 1). All functions of sections 2, 4 and 5 need it."""
     if mask is not None:
         tensors = (*tensors, mask)
     shapes = [tuple(tensor.shape) for tensor in tensors]
@@ -252,7 +231,7 @@ def row_lengths(mask):
 
 
 def masked_mean(numbers, mask):
-    """Mean over the mask: (B, T-1) each -> scalar. Needs check_shapes."""
+    """Mean over the mask: (B, T-1) each -> scalar."""
     check_shapes(numbers, mask=mask)
     return numbers[mask].mean()
 
@@ -270,7 +249,7 @@ def evaluate_actions(policy, tokens, mask, temperature=1.0):
 
     The tokens are those of the row, not what the policy would sample (*teacher forcing*). The mean
     of -log pi over the mask is the loss of SFT. policy: as GPT, (tokens, mask) -> logits (N, V),
-    values (N,). Needs check_shapes, gather_logprobs.
+    values (N,). Needs gather_logprobs.
     """
     check_shapes(tokens[:, 1:], mask=mask)
     states, actions = tokens[:, :-1], tokens[:, 1:]
@@ -297,8 +276,8 @@ def draw(logits, temperature=1.0):
     token whose piece contains a random number u (*inverse transform sampling*). torch.multinomial
     is up to six times as slow, and has returned tokens of probability 0 (pytorch issue 50034).
     """
-    chances = (logits.float() / temperature).softmax(-1)
-    ends = chances.cumsum(-1, dtype=torch.float64)  # of the pieces: (B, V)
+    probs = (logits.float() / temperature).softmax(-1)
+    ends = probs.cumsum(-1, dtype=torch.float64)  # of the pieces: (B, V)
     if ends.isnan().any():
         raise FloatingPointError("the logits are not finite: no token can be drawn from them")
     u = torch.rand(len(ends), 1, dtype=torch.float64, device=ends.device) * ends[:, -1:]
@@ -351,7 +330,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0):
 
 
 # ------------------------------------------------------------
-# 4. The reward model's loss
+# 4. The reward model
 #
 # Usually two answers to a prompt are sampled from the SFT model, and a person picks the better one,
 # which is easier than grading on a common scale. In the model of Bradley and Terry (1952), a is
@@ -366,9 +345,37 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0):
 # KL, and the cap.
 
 
+class RewardModel(nn.Module):
+    """Scores a row, prompt and response, with one number: how much would people like it?
+
+    After training, train_rm.py sets `mean` and `std`, so that the scores of the SFT model's answers
+    have mean 0 and standard deviation 1: then beta means the same for any reward model. `cap` is
+    the score that one in a hundred of these answers exceeds. Scores above it are often wrong, and
+    are lowered to it (arXiv:2502.18770).
+    """
+
+    def __init__(self, gpt):
+        super().__init__()
+        self.config = gpt.config
+        self.trunk = copy.deepcopy(gpt.trunk)
+        self.score_head = nn.Linear(self.config.channels, 1)
+        std = 1 / math.sqrt(self.config.channels + 1)  # Stiennon et al., arXiv:2009.01325
+        nn.init.normal_(self.score_head.weight, std=std)
+        nn.init.zeros_(self.score_head.bias)
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("std", torch.ones(()))
+        self.register_buffer("cap", torch.tensor(math.inf))
+
+    def forward(self, tokens, lengths):
+        """tokens (B, T), lengths (B,) -> (B,), read at the last token, which has seen them all."""
+        rows = torch.arange(len(lengths), device=lengths.device)
+        last = self.trunk(tokens)[rows, lengths - 1]  # (B, C)
+        scores = (self.score_head(last).squeeze(-1) - self.mean) / self.std
+        return torch.minimum(scores, self.cap)
+
+
 def reward_model_loss(chosen_scores, rejected_scores):
-    """(B,), (B,) -> the mean negative log-likelihood of the choices (InstructGPT, eq. 1), stats.
-    Needs check_shapes."""
+    """(B,), (B,) -> the mean negative log-likelihood of the choices (InstructGPT, eq. 1), stats."""
     check_shapes(chosen_scores, rejected_scores)
     margin = chosen_scores - rejected_scores
     loss = -F.logsigmoid(margin).mean()
@@ -416,7 +423,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
 
 def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
     """scores (B,), the rest (B, T-1) -> the reward of each token, (B, T-1): it pays beta per nat of
-    its KL, and the last one gets the score. Needs check_shapes, row_lengths."""
+    its KL, and the last one gets the score. Needs row_lengths."""
     check_shapes(logprobs, ref_logprobs, mask=mask)
     check_shapes(scores, mask=mask[:, 0])  # one score per row
     rewards = torch.where(mask, -kl_coef * (logprobs - ref_logprobs), 0.0)
@@ -444,7 +451,7 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 
 def gae(rewards, values, mask, gamma, lam):
     """Generalised advantage estimation (arXiv:1506.02438): (B, T-1) each -> advantages, returns.
-    The mask of a row has no gaps. Needs check_shapes.
+    The mask of a row has no gaps.
 
     return - value uses the whole sampled future. The other extreme looks one step ahead, and trusts
     the next value for the rest (*bootstrapping*). With rewards r and values v, it is the *temporal
@@ -482,7 +489,6 @@ def gae(rewards, values, mask, gamma, lam):
 
 def whiten(numbers, mask):
     """Shift and scale to mean 0 and standard deviation 1 over the mask; 0 elsewhere: (B, T-1).
-    Needs check_shapes.
 
     The mean is one more baseline, and the policy loss no longer depends on the scale of the rewards.
     (The value loss does.) But the advantages of nearly equal responses are scaled up, noise
@@ -552,7 +558,7 @@ def k3(d):
 
 def policy_loss(logprobs, old_logprobs, advantages, clip_eps):
     """PPO's clipped objective (eq. 7), negated -> losses, stats, to be averaged over the mask:
-    (B, T-1) each. Only logprobs has a gradient. Needs check_shapes, k3."""
+    (B, T-1) each. Only logprobs has a gradient. Needs k3."""
     check_shapes(logprobs, old_logprobs, advantages)
     log_ratio = logprobs - old_logprobs.detach()
     ratio = log_ratio.clamp(max=20).exp()  # pi / old
@@ -585,7 +591,7 @@ def policy_loss(logprobs, old_logprobs, advantages, clip_eps):
 
 def value_loss(values, old_values, returns, clip):
     """Half the squared error of the values -> losses, stats, to be averaged over the mask: (B, T-1)
-    each. Only values has a gradient. Needs check_shapes.
+    each. Only values has a gradient.
 
     The loss is the larger of two errors: that of the value, and that of the value kept within
     `clip` of the old one, so that values do not follow one noisy batch too far. The first value of
@@ -635,8 +641,7 @@ def center_values(policy, batch):
 
 
 def kl_per_response(logprobs, ref_logprobs, mask):
-    """k1, summed over the tokens of each response, in nats: (B, T-1) each -> (B,). Needs
-    check_shapes."""
+    """k1, summed over the tokens of each response, in nats: (B, T-1) each -> (B,)."""
     check_shapes(logprobs, ref_logprobs, mask=mask)
     return torch.where(mask, logprobs - ref_logprobs, 0.0).sum(1)
 

@@ -7,9 +7,8 @@
 
 Writes out/ppo.pt at the end; then `python evaluate.py out` measures it. Every half minute (large
 models: more rarely) the state of the run is saved: networks, optimizer, iteration, beta, random
-numbers. A kill loses what came after. --resume continues from there. It refuses if a setting other
-than a path, --device, --micro_batch and --sample_batch, the number of prompts, sft.pt or rm.pt has
-changed.
+numbers. A kill loses what came after. --resume continues from there. It refuses other settings
+(paths, device, micro_batch, sample_batch may change), another sft.pt, rm.pt or number of prompts.
 """
 
 from dataclasses import dataclass, replace
@@ -45,6 +44,8 @@ class Config(PPOConfig, RunConfig):
         self.at_least(1, "epochs", "minibatches")
         if self.batch_size % self.group_size:
             raise ValueError(f"batch_size ({self.batch_size}) should be a multiple of group_size")
+        if self.policy == str(self.out / "ppo.pt"):
+            raise ValueError("policy: a second round needs another --out")
         if not (self.temperature > 0 and 0 <= self.gamma <= 1 and 0 <= self.lam <= 1):
             raise ValueError("temperature should be above 0; gamma and lam should be from 0 to 1")
 

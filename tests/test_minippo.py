@@ -93,17 +93,6 @@ def test_weights_start_at_gpt_2s_spread_and_values_at_0():
     assert not any(x.any() for x in [*zeros, policy.value_head.weight, head.bias])
 
 
-def test_a_score_is_read_at_the_last_token_scaled_and_capped():
-    model = stir(RewardModel(tiny_gpt()).double())
-    model.mean.fill_(0.25)
-    model.std.fill_(2.0)
-    tokens = torch.randint(EOS, (4, 4))
-    last = [model.trunk(tokens[[i], : i + 1])[0, -1] for i in range(4)]  # each row alone
-    scores = (model.score_head(torch.stack(last)).squeeze(1) - 0.25) / 2
-    model.cap.copy_(scores.median())
-    assert_equal(model(tokens, torch.arange(1, 5)), scores.clamp(max=model.cap))
-
-
 def test_reward_model_and_reference_start_as_copies():
     policy = tiny_gpt().train()
     trunk = RewardModel(policy).trunk.double()
@@ -226,7 +215,18 @@ def test_sizes_and_prompts_that_do_not_fit_are_refused():
             generate(tiny_gpt(), prompts, 5)
 
 
-# 4. The reward model's loss
+# 4. The reward model
+
+
+def test_a_score_is_read_at_the_last_token_scaled_and_capped():
+    model = stir(RewardModel(tiny_gpt()).double())
+    model.mean.fill_(0.25)
+    model.std.fill_(2.0)
+    tokens = torch.randint(EOS, (4, 4))
+    last = [model.trunk(tokens[[i], : i + 1])[0, -1] for i in range(4)]  # each row alone
+    scores = (model.score_head(torch.stack(last)).squeeze(1) - 0.25) / 2
+    model.cap.copy_(scores.median())
+    assert_equal(model(tokens, torch.arange(1, 5)), scores.clamp(max=model.cap))
 
 
 def test_the_reward_models_loss_is_bradley_and_terrys():
