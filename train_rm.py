@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from minippo import RewardModel, generate, gradient_step, reward_model_loss, row_lengths, set_lr
-from plumbing.batches import chunks, pad, similar_batches, spread_over
+from plumbing.batches import chunks, pad, similar_batches, similar_chunks, spread_over
 from plumbing.files import Record
 from plumbing.models import load_sft, save_checkpoint
 from plumbing.settings import RunConfig, run_script
@@ -46,7 +46,7 @@ def scores_of(model, pairs, device):
 
 @torch.no_grad()
 def validation(model, pairs, config, device):
-    scores = [scores_of(model, piece, device) for piece in chunks(pairs, config.micro_batch)]
+    scores = [scores_of(model, rows, device) for rows in similar_chunks(pairs, config.micro_batch)]
     _, stats = reward_model_loss(*torch.cat(scores).unbind(1))
     return {f"val_{name}": mean for name, mean in stats.items()}
 
