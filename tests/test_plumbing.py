@@ -241,7 +241,7 @@ def test_ppo_starts_only_if_sampling_update_and_reference_agree(capsys):
         check(policy, ref, scores)
         assert capsys.readouterr().out.count("warning: the standard deviation") == warnings
     stir(ref)
-    check(policy, ref, path="out/ppo.pt")  # a second round
+    check(policy, ref, path="first/ppo.pt")  # a second round
     refused("nats from the reference", check, policy, ref)
     forward = policy.trunk.forward
     policy.trunk.forward = lambda tokens, cache=None, start=0: forward(tokens, cache)
