@@ -30,7 +30,7 @@ class Config:
     state: bool = False  # measure ppo_state.pt, not ppo.pt
     data: str = ""  # data folder, if not the run's
     models: str = ""  # folder of sft.pt and rm.pt, if not the run's
-    kl_coef: float = 0.0  # beta of J, if not the run's; GRPO and DPO have another: give PPO's, 0.1
+    kl_coef: float = 0.0  # beta of J, if not the run's; variations with another give PPO's, 0.1
     device: str = "auto"  # auto, cpu, cuda or cuda:1
     seed: int = 0  # of the samples
     prompts: int = 128  # validation prompts
@@ -117,13 +117,12 @@ def read_run(out, config):
     contents = read_torch(out / ("ppo_state.pt" if in_progress else "ppo.pt"), "run train_ppo.py")
     settings = contents["settings"] if in_progress else contents["metadata"]["settings"]
     names = [field.name for field in fields(train_ppo.Config) if field.name in settings]
-    ppo = train_ppo.Config(**{name: settings[name] for name in names})
+    ppo = train_ppo.Config(out=out, **{name: settings[name] for name in names})
     kl_coef = ppo.kl_coef
     for line in read_log(out / "ppo.jsonl"):  # in the end, the beta of the policy
         kl_coef = line.get("kl_coef", kl_coef)
     ppo = replace(
         ppo,
-        out=out,
         data=Path(config.data or ppo.data),
         models=config.models or ppo.models,
         kl_coef=config.kl_coef or kl_coef,

@@ -211,7 +211,7 @@ def frozen_copy(model):
 def check_shapes(*tensors, mask=None):
     """ValueError if the shapes differ (PyTorch would broadcast (B, 1)), if a tensor is in 16 bits
     (a log-probability of -10 would be off by up to 0.03), or if the mask is not boolean (numbers 0
-    and 1 would pick rows 0 and 1). All functions of sections 2, 4 and 5 need it."""
+    and 1 would pick rows 0 and 1). Most functions of sections 2, 4 and 5 need it."""
     if mask is not None:
         tensors = (*tensors, mask)
     shapes = [tuple(tensor.shape) for tensor in tensors]
@@ -288,7 +288,7 @@ def draw(logits, temperature=1.0):
 def generate(policy, prompts, max_new_tokens, temperature=1.0):
     """Sample a response to each prompt, until the end token, max_new_tokens or the end of the
     context. prompts: B lists of 1 to context - 1 ids (else ValueError) -> tokens (B, T), and the
-    mask of the sampled ones, (B, T-1).
+    mask of the sampled ones, (B, T-1). Needs draw.
 
     The rows advance together. Prompts of 1, 2 and 4 tokens (p), sampled tokens (s), <eos> (e):
 
@@ -451,7 +451,6 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 
 def gae(rewards, values, mask, gamma, lam):
     """Generalised advantage estimation (arXiv:1506.02438): (B, T-1) each -> advantages, returns.
-    The mask of a row has no gaps.
 
     return - value uses the whole sampled future. The other extreme looks one step ahead, and trusts
     the next value for the rest (*bootstrapping*). With rewards r and values v, it is the *temporal
@@ -477,11 +476,12 @@ def gae(rewards, values, mask, gamma, lam):
     advantages = torch.zeros_like(rewards)
     advantage = torch.zeros_like(rewards[:, 0])
     next_value = torch.zeros_like(rewards[:, 0])
-    for t in reversed(range(rewards.shape[1])):  # right of the response all numbers are 0
+    for t in reversed(range(rewards.shape[1])):
+        inside = mask[:, t]  # elsewhere nothing changes
         delta = rewards[:, t] + gamma * next_value - values[:, t]
-        advantage = delta + gamma * lam * advantage
+        advantage = torch.where(inside, delta + gamma * lam * advantage, advantage)
+        next_value = torch.where(inside, values[:, t], next_value)
         advantages[:, t] = advantage
-        next_value = values[:, t]
     advantages = torch.where(mask, advantages, 0.0)  # in the prompt they mean nothing
     # The values are trained towards these returns, which with lam below 1 are partly predictions.
     return advantages, advantages + values
@@ -552,8 +552,9 @@ def whiten(numbers, mask):
 
 def k3(d):
     """An estimate of KL(pi || ref) at each token, from d = log pi - log ref of a token sampled from
-    pi, of any shape; see 5.6. The clamp keeps exp from overflowing."""
-    return (-d).clamp(max=20).exp() - 1 + d
+    pi, of any shape; see 5.6."""
+    d = d.clamp(min=-20)  # exp must not overflow
+    return (-d).exp() - 1 + d
 
 
 def policy_loss(logprobs, old_logprobs, advantages, clip_eps):
@@ -578,7 +579,7 @@ def policy_loss(logprobs, old_logprobs, advantages, clip_eps):
 # It is trained beside the policy. Five details help:
 #
 # - The weights of its head start at 0: random values would be noise in the advantages.
-# - center_values() first sets its bias to the mean score (the mean return, as long as the KL is 0).
+# - center_values() first sets its bias to the mean score (about the mean return, as long as the KL is 0).
 #   Otherwise many updates may be spent on learning a constant.
 # - The head has far to go: train_ppo.py trains it at 30 times the learning rate of the trunk.
 # - Its gradient enters the trunk too, where vf_coef = 0.1 keeps it below that of the policy.
@@ -731,7 +732,7 @@ def set_lr(optimizer, step, steps, warmup=0):
     a tenth of all), then falls linearly to 0."""
     warmup = min(warmup, steps // 10)
     climb = (step + 1) / (warmup + 1)
-    fall = (steps - step) / (steps - warmup)
+    fall = max(0, steps - step) / (steps - warmup)
     for group in optimizer.param_groups:
         group["lr"] = group["peak"] * min(climb, fall)
 
@@ -829,7 +830,8 @@ def main():
         ppo_update(policy, optimizer, batch, config)  # phase 4
         if step % 20 == 0 or step == 99:
             stats = batch_metrics(batch, config)
-            words = ["".join(LETTERS[i] for i in row) for row in batch["tokens"][:4].tolist()]
+            rows = zip(batch["tokens"][:4].tolist(), row_lengths(batch["mask"]))
+            words = ["".join(LETTERS[i] for i in row[:length]) for row, length in rows]
             line = "  ".join(f"{name} {stats[name]:5.2f}" for name in ("score", "kl", "entropy"))
             print(f"iteration {step + 1:3}  {line}  {' '.join(words)}")
 

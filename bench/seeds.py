@@ -72,13 +72,14 @@ def read_results():
 
 
 def main(seeds):
+    code = commit()
     for seed in seeds:
         if any(result["seed"] == seed for result in read_results()):
             continue  # measured before
         report = train_and_evaluate(seed)
         with open(RESULTS, "a") as file:
             for row, numbers in rows_of(report).items():
-                result = {"row": row, "seed": seed, "commit": commit()}
+                result = {"row": row, "seed": seed, "commit": code}
                 result |= {name: round(numbers[name], 4) for name in COLUMNS if name in numbers}
                 file.write(json.dumps(result) + "\n")
     text = PAGE.read_text(encoding="utf-8")

@@ -85,6 +85,7 @@ class Record:
         self.log_path = config.out / f"{stage}.jsonl"
         self.model_path = config.out / f"{stage}.pt"
         self.settings = {**config.settings(), **inputs}
+        self.device = next(model.parameters()).device
         self.parts = {"model": model, "optimizer": optimizer}
         self.steps = steps
 
@@ -120,9 +121,8 @@ class Record:
         for name, part in self.parts.items():
             part.load_state_dict(contents[name])
         torch.set_rng_state(contents["random"])
-        if "random_cuda" in contents and torch.cuda.is_available():
-            states = contents["random_cuda"][: torch.cuda.device_count()]
-            torch.cuda.set_rng_state_all(states)
+        if self.device.type == "cuda" and "random_cuda" in contents:
+            torch.cuda.set_rng_state(contents["random_cuda"], self.device)
         return contents["step"], contents["extra"]
 
     def save(self, step, **extra):
@@ -131,8 +131,8 @@ class Record:
         contents = {name: part.state_dict() for name, part in self.parts.items()}
         contents |= {"kind": "state", "step": step, "settings": self.settings, "extra": extra}
         contents["random"] = torch.get_rng_state()
-        if torch.cuda.is_available():
-            contents["random_cuda"] = torch.cuda.get_rng_state_all()
+        if self.device.type == "cuda":
+            contents["random_cuda"] = torch.cuda.get_rng_state(self.device)
         write_torch(self.state_path, contents)
         end = time.monotonic()
         self.next_save = end + max(SAVE_SECONDS, 20 * (end - start))  # large models: rarely

@@ -17,7 +17,11 @@ LARGEST_SCORE = 1e6  # far larger ones overflow
 
 
 def save_checkpoint(path, kind, model, tokenizer, **metadata):
-    """All that a model needs, in one file. kind: "sft" or "ppo" (a GPT), "rm" (a RewardModel)."""
+    """All that a model needs, in one file. kind: "sft" or "ppo" (a GPT), "rm" (a RewardModel). A
+    file is there only if its run had ended before: then it stays as it is."""
+    if path.exists():
+        print(f"{path} was there already")
+        return
     vocabulary = [token.decode("latin-1") for token in tokenizer.tokens]
     contents = {"kind": kind, "config": asdict(model.config), "vocabulary": vocabulary}
     write_torch(path, contents | {"model": model.state_dict(), "metadata": metadata})
@@ -107,7 +111,7 @@ def text_score(function, tokenizer):
         columns["completion_ids"] = responses_of(tokens, mask)
         columns["completions"] = [tokenizer.decode(ids) for ids in columns["completion_ids"]]
         completions = list(columns["completions"])
-        with torch.random.fork_rng():  # the function may seed torch
+        with torch.random.fork_rng([tokens.device] if tokens.is_cuda else []):  # it may seed torch
             try:
                 scores = checked_scores(function(**columns), completions)
             except (ArithmeticError, ImportError, OSError) as error:  # a traceback helps here

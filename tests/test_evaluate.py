@@ -141,7 +141,9 @@ def test_a_run_in_progress_is_measured(folder, tmp_path):
     with pytest.raises(UserError, match="separate critic"):
         evaluated(out, state=True)
     del policy["value_trunk.norm.bias"]
-    torch.save(torch.load(out / "ppo_state.pt") | {"model": policy}, out / "ppo_state.pt")
+    state = torch.load(out / "ppo_state.pt") | {"model": policy}
+    state["settings"]["policy"] = "out/ppo.pt"  # of a second round
+    torch.save(state, out / "ppo_state.pt")
     report, data = evaluated(out, state=True, **flags)
     policy = report["policy"]  # one response to one prompt
     assert policy == report["unseen"] and abs(policy["optimality"]) < 9

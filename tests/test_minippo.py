@@ -16,9 +16,9 @@ import torch.nn.functional as F
 import minippo
 from minippo import GPT, GPTConfig, PPOConfig, RewardModel, batch_metrics, center_values
 from minippo import compute_advantages, draw, evaluate_actions, frozen_copy, gae, generate
-from minippo import gradient_step, kl_adjusted_rewards, kl_per_response, masked_mean, policy_loss
-from minippo import ppo_loss, ppo_update, reward_model_loss, rollout, row_lengths, set_lr
-from minippo import value_loss, whiten
+from minippo import gradient_step, k3, kl_adjusted_rewards, kl_per_response, masked_mean
+from minippo import policy_loss, ppo_loss, ppo_update, reward_model_loss, rollout, row_lengths
+from minippo import set_lr, value_loss, whiten
 from plumbing.batches import pad_completions
 from tiny import EOS, assert_equal, biased, f64, gradient, inf, marks, nan, noise, random_batch
 from tiny import stir, tiny_gpt, weights
@@ -242,6 +242,24 @@ def test_the_reward_models_loss_is_bradley_and_terrys():
 # 5. From the policy gradient to PPO; see test_exact.py
 
 
+def test_a_gap_of_the_mask_changes_nothing():
+    rewards, values = noise(2, 3), noise(2, 3)
+    mask = marks(".x..xx", "x.x..x")
+    wide = [torch.full(mask.shape, nan).double().masked_scatter(mask, x) for x in (rewards, values)]
+    whole = gae(rewards, values, marks("xxx", "xxx"), 0.9, 0.8)
+    for x, y in zip(gae(*wide, mask, 0.9, 0.8), whole):
+        assert_equal(x[mask].view(2, 3), y)
+        assert not x[~mask].any()
+
+
+def test_k3_neither_overflows_nor_pushes_where_it_is_cut():
+    d = f64([-1000.0, -1.0, 0.0, 2.0]).requires_grad_()
+    numbers = k3(d)
+    numbers.sum().backward()
+    assert_equal(numbers[1:], f64([math.e - 2, 0, math.exp(-2) + 1]))
+    assert numbers.isfinite().all() and d.grad[0] == 0
+
+
 @pytest.mark.parametrize("value", [0.0, 1e3 / 3, -1e6 / 3, 1e-6 / 3])
 def test_equal_numbers_are_whitened_to_almost_0(value):
     numbers = torch.full((7, 43), value)
@@ -265,7 +283,7 @@ def test_the_clip_stops_ratios_that_moved_enough():
         (grad,) = torch.autograd.grad(losses.sum(), logprobs, retain_graph=True)
         assert_equal(grad, torch.where((limited == ratio) & (ratio < 2), -ratio * A, 0.0))
         assert stats["clip_frac"].tolist() == [[eps == 0.2, 0, 0, eps == 0.2, eps == 0.2]] * 2
-        assert_equal(stats["approx_kl"], ratio - 1 - logprobs)
+        assert_equal(stats["approx_kl"], ratio - 1 - ratio.log())
 
 
 def test_a_value_gains_nothing_beyond_the_clip():
@@ -334,8 +352,8 @@ def test_an_update_is_a_plain_loop_and_pieces_add_up(epochs, minibatches, size):
 def test_the_learning_rate_climbs_and_falls():
     groups = [{"params": torch.zeros(1), "peak": peak} for peak in (1.0, 30.0)]
     optimizer = torch.optim.SGD(groups)
-    fall = [n / 20 for n in range(20, 0, -1)]
-    climb = [1 / 3, 2 / 3, *(n / 18 for n in range(18, 0, -1))]
+    fall = [n / 20 for n in range(20, -1, -1)]
+    climb = [1 / 3, 2 / 3, *(n / 18 for n in range(18, -1, -1)), 0]  # the last is one too many
     for warmup, rates in ((0, fall), (2, climb), (1000, climb)):
         for step, rate in enumerate(rates):
             set_lr(optimizer, step, 20, warmup)

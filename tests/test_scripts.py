@@ -210,9 +210,11 @@ def test_a_run_killed_at_random_ends_with_the_same_bytes(stage, monkeypatch):
         process.start()
         time.sleep(random.uniform(0.1, 0.6))
         os.kill(process.pid, number)
-        process.join()
+        process.join(60)
+        assert process.exitcode < 0 or process.exitcode == 1  # killed, or stopped by Ctrl-C
         with open(out / f"{stage}.jsonl", "a") as file:
             file.write('{"step": 999}\n{"step": 1, "lo\0\0')
+    assert not (out / f"{stage}.pt").exists()
     for _ in range(2):  # the second time, the run is finished
         assert resume() == lines_of(stage)
         assert contents(out)[f"{stage}.pt"] == contents("out")[f"{stage}.pt"]

@@ -41,8 +41,8 @@ def compute_advantages(batch, config, demonstrations):
     for name, numbers in batch.items():
         sft_batch[name] = numbers.new_zeros(mask.shape if numbers.dim() == 2 else B)
     sft_batch |= {"tokens": tokens, "mask": mask}
-    # A gradient step averages over all tokens. With these weights that is the mean over the tokens
-    # of responses, plus c times the mean over the tokens of demonstrations.
+    # A gradient step averages over all tokens. With these weights that is about the mean over the
+    # tokens of responses, plus c times the mean over the tokens of demonstrations.
     share = batch["mask"].sum() / (batch["mask"].sum() + mask.sum())
     zeros = torch.zeros(B, 1, device=tokens.device)
     batch |= {"weight": zeros + 1 / share, "ptx_weight": zeros}
