@@ -471,8 +471,6 @@ def gae(rewards, values, mask, gamma, lam):
     as 0, even if the length limit cut the response off: the score is paid by then.
     """
     check_shapes(rewards, values, mask=mask)
-    rewards = torch.where(mask, rewards, 0.0)
-    values = torch.where(mask, values, 0.0)
     advantages = torch.zeros_like(rewards)
     advantage = torch.zeros_like(rewards[:, 0])
     next_value = torch.zeros_like(rewards[:, 0])
@@ -482,9 +480,10 @@ def gae(rewards, values, mask, gamma, lam):
         advantage = torch.where(inside, delta + gamma * lam * advantage, advantage)
         next_value = torch.where(inside, values[:, t], next_value)
         advantages[:, t] = advantage
-    advantages = torch.where(mask, advantages, 0.0)  # in the prompt they mean nothing
+    advantages = torch.where(mask, advantages, 0.0)
     # The values are trained towards these returns, which with lam below 1 are partly predictions.
-    return advantages, advantages + values
+    returns = torch.where(mask, advantages + values, 0.0)
+    return advantages, returns
 
 
 def whiten(numbers, mask):
