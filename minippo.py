@@ -211,7 +211,7 @@ def frozen_copy(model):
 def check_shapes(*tensors, mask=None):
     """ValueError if the shapes differ (PyTorch would broadcast (B, 1)), if a tensor is in 16 bits
     (a log-probability of -10 would be off by up to 0.03), or if the mask is not boolean (numbers 0
-    and 1 would pick rows 0 and 1). Most functions of sections 2, 4 and 5 need it."""
+    and 1 would pick rows 0 and 1). Most functions of sections 2 to 6 need it."""
     if mask is not None:
         tensors = (*tensors, mask)
     shapes = [tuple(tensor.shape) for tensor in tensors]

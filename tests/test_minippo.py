@@ -310,7 +310,7 @@ def test_centred_values_have_the_mean_of_the_scores():
 # 6. The loop
 
 
-@pytest.mark.parametrize("epochs, minibatches, size", [(1, 9, 0), (3, 2, 0), (2, 2, 1), (2, 1, 2)])
+@pytest.mark.parametrize("epochs, minibatches, size", [(1, 9, 0), (3, 4, 0), (2, 2, 1), (2, 1, 2)])
 def test_an_update_is_a_plain_loop_and_pieces_add_up(epochs, minibatches, size):
     config = PPOConfig(5, 0.7, clip_eps=0.15, value_clip=0.4, vf_coef=0.5, max_grad_norm=0.1)
     config.epochs, config.minibatches, config.micro_batch = epochs, minibatches, size

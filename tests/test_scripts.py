@@ -202,6 +202,7 @@ def test_a_gradient_clipped_to_0_teaches_nothing_and_another_seed_begins_elsewhe
 @for_each_stage
 def test_a_run_killed_at_random_ends_with_the_same_bytes(stage, monkeypatch):
     monkeypatch.setattr(Record, "save_if_due", Record.save)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process ignores it
     out = Path(f"out/killed_{stage}")
     out.mkdir()
     resume = functools.partial(train, stage, out, resume=True)
