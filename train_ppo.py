@@ -18,12 +18,12 @@ import torch
 from data.zoo import judge_of
 from minippo import PPOConfig, batch_metrics, center_values, compute_advantages
 from minippo import frozen_copy, ppo_loss, ppo_update, set_lr
+from plumbing import watch
 from plumbing.batches import prompt_batch, rollout_in_pieces
 from plumbing.files import Record
 from plumbing.models import load_descendant, load_score, load_sft, save_checkpoint
 from plumbing.settings import RunConfig, run_script
 from plumbing.text import read_prompts
-from plumbing.watch import check_start, explained_variance, grade, show_response, warn
 
 
 @dataclass
@@ -80,7 +80,7 @@ def train(
     if first == 0:
         first_prompts = prompt_batch(prompts, 0, config)
         # The ratio must be 1 and, unless --policy is given, the KL 0.
-        check_start(actor_critic, ref, score, first_prompts[: config.sample_batch], config)
+        watch.check_start(actor_critic, ref, score, first_prompts[: config.sample_batch], config)
         batch = rollout_in_pieces(actor_critic, ref, score, first_prompts, config)
         center_values(actor_critic, batch)
 
@@ -91,11 +91,11 @@ def train(
         # Phases 1 and 2
         batch = rollout_in_pieces(actor_critic, ref, score, batch_prompts, step_config)
         stats = batch_metrics(batch, step_config)
-        stats |= grade(judge, batch, batch_prompts, tokenizer)
-        show_response(step + 1, batch, batch_prompts, tokenizer)
-        warn(step + 1, stats, batch)
+        stats |= watch.grade(judge, batch, batch_prompts, tokenizer)
+        watch.show_response(step + 1, batch, batch_prompts, tokenizer)
+        watch.warn(step + 1, stats, batch)
         batch |= compute_advantages(batch, step_config)  # phase 3
-        stats["explained_variance"] = explained_variance(batch)
+        stats["explained_variance"] = watch.explained_variance(batch)
         stats |= ppo_update(actor_critic, optimizer, batch, step_config, loss)  # phase 4
         if next_kl_coef:  # variations/adaptive_kl.py; PPO's beta stays as it is
             kl_coef = next_kl_coef(kl_coef, stats["kl"], config)
