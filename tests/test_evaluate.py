@@ -15,9 +15,12 @@ import evaluate
 import sample
 from data.rows import UserError, write_jsonl
 from data.zoo import judge
+from minippo import evaluate_actions
+from plumbing.batches import pad_completions
 from plumbing.files import fingerprint, read_log
 from plumbing.models import load_checkpoint, load_descendant
 from plumbing.page import curves, distinct
+from plumbing.settings import printable
 from tiny import assert_equal, f64, inf, noise, weights
 from tiny_run import ROOT, write_models
 from variations import separate_critic
@@ -111,8 +114,14 @@ def test_a_run_becomes_report_and_page(folder, capsys):
     for rows in first, last:
         scores = [row["score"] for row in rows]
         assert len(scores) == 6 and scores == sorted(scores, reverse=True)
+    ref, tokenizer, _ = load_checkpoint("out/sft.pt", ["sft"])
+    spelled = [printable(tokenizer.spell(i), keep="") for i in range(tokenizer.vocab_size)]
     for row in first + last:
         assert row["kl"] == pytest.approx(sum(row["log_ratio"]), abs=1e-5)
+        ids = [spelled.index(token) for token in row["tokens"]]
+        tokens, mask = pad_completions([(tokenizer.encode(row["prompt"]), ids)])
+        ref_logprobs, _ = evaluate_actions(ref, tokens, mask)
+        assert ref_logprobs[mask].tolist() == pytest.approx(row["ref_logprobs"], abs=1e-4)
         for i, token in enumerate(row["tokens"]):
             rivals = {text: shares for text, *shares in row["rivals"][i]}
             chances = rivals[token]
