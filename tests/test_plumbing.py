@@ -112,9 +112,11 @@ def test_a_state_is_saved_every_half_minute_and_the_clock_goes_on(tmp_path):
     record.begin(resume=False)
     for step, seconds in ((3, 31), (4, 25)):
         record.next_save -= seconds
-        record.save_if_due(step)
+        record.save_if_due(step, kl_coef=step / 10)
     files.write_text(record.log_path, '{"step": 3, "seconds": 70.0}\n')
-    assert record.begin(resume=True) == 3 and record.seconds_before == 70
+    for _ in range(2):  # resumed, killed at once and resumed
+        assert record.begin(resume=True) == 3 and record.seconds_before == 70
+        assert record.extra == {"kl_coef": 0.3}
 
 
 # Text and batches
