@@ -238,6 +238,8 @@ def masked_mean(numbers, mask):
 
 def gather_logprobs(logits, targets, temperature=1.0):
     """log softmax(logits / temperature) at the targets, in nats: (..., V), (...) -> (...)."""
+    if logits.shape[:-1] != targets.shape:  # gather would take a shorter one
+        raise ValueError(f"wanted logits (..., V) of targets (...), got {logits.shape}")
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # never in 16 bits
     logprobs = torch.log_softmax(logits / temperature, -1)
     return logprobs.gather(-1, targets[..., None]).squeeze(-1)

@@ -29,7 +29,7 @@ class Config(minippo.PPOConfig):
     reward: str = ""  # or module:function
     data: str = ""  # with prompts_train.jsonl
     out: str = ""  # new folder
-    lora: bool = False  # merged at the end
+    lora: bool = False  # by the program, which merges it at the end
     steps: int = 100
     batch_size: int = 64
     sample_batch: int = 64  # sampled at once
@@ -109,7 +109,8 @@ def encode(tokenizer, rows, room):
         elif is_chat(ids):
             refuse(ids[-1]["role"] == "assistant", "a prompt ends with an answer", row)
             ids = tokenizer.apply_chat_template(ids, add_generation_prompt=True, return_dict=False)
-        odd = ids[:2] in ([bos, bos], [eos, eos]) or pad in ids and pad not in (bos, eos)
+        odd = ids[:2] in ([bos, bos], [eos, eos]) or ids[-2:] == [eos, eos]
+        odd = odd or pad in ids and pad not in (bos, eos)
         refuse(odd, "a prompt has padding or begins twice", row)
         if 0 < len(ids) <= room:
             prompts.append(Prompt(ids))
@@ -166,6 +167,7 @@ def rollout(policy, ref, score, prompts, config):
 
 def train(model, tokenizer, prompts, reward, config):
     """PPO, in place -> the metrics of each step."""
+    torch.manual_seed(config.seed)
     refuse(tokenizer.eos_token_id is None, "no end token", tokenizer)
     policy = Policy(model, tokenizer.eos_token_id)
     prompts = encode(tokenizer, prompts, policy.config.context - config.max_new_tokens)
@@ -224,7 +226,6 @@ def load(kind, folder):
 
 
 def main(config):
-    torch.manual_seed(config.seed)
     refuse(Path(config.out).exists(), "exists", config.out)
     with open(f"{config.data}/prompts_train.jsonl", encoding="utf-8-sig") as file:
         rows = [json.loads(line) for line in file if line.strip()]

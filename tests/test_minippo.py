@@ -15,8 +15,8 @@ import torch.nn.functional as F
 
 import minippo
 from minippo import GPT, GPTConfig, PPOConfig, RewardModel, batch_metrics, center_values
-from minippo import compute_advantages, draw, evaluate_actions, frozen_copy, gae, generate
-from minippo import gradient_step, k3, kl_adjusted_rewards, kl_per_response, masked_mean
+from minippo import compute_advantages, draw, evaluate_actions, frozen_copy, gae, gather_logprobs
+from minippo import generate, gradient_step, k3, kl_adjusted_rewards, kl_per_response, masked_mean
 from minippo import policy_loss, ppo_loss, ppo_update, reward_model_loss, rollout, row_lengths
 from minippo import set_lr, value_loss, whiten
 from plumbing.batches import pad_completions
@@ -126,6 +126,8 @@ def test_other_shapes_16_bits_and_masks_of_numbers_are_refused():
             for y in [*wrong, mask.long()] if x is mask else wrong:
                 with pytest.raises(ValueError):
                     function(*arguments[:i], y, *arguments[i + 1 :])
+    with pytest.raises(ValueError):
+        gather_logprobs(noise(2, 4, 9), tokens[:, 1:])  # all states, the actions of some
 
 
 def test_a_row_ends_with_its_last_action():

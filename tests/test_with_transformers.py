@@ -84,7 +84,7 @@ def test_what_would_go_wrong_is_refused():
     refuses("num_labels", tiny(), classifier(2))
     refuses("pad_token", tiny(), classifier(pad_token_id=None))
     refuses("no prompt is left", tiny(), length_of, "")
-    for prompt in ([*TALK, ANSWER], [5, PAD], [EOS, EOS, 5], [BOS, BOS, 5]):
+    for prompt in ([*TALK, ANSWER], [5, PAD], [5, EOS, EOS], [EOS, EOS, 5], [BOS, BOS, 5]):
         refuses("a prompt", tiny(), length_of, prompt)
 
 
