@@ -92,7 +92,7 @@ class GPTConfig:
     layers: int = 4  # transformer blocks
     heads: int = 4  # attention heads
     channels: int = 96  # width of the model; a multiple of heads
-    bfloat16: bool = False  # 16 bits inside the blocks: faster on GPUs and some CPUs
+    bfloat16: bool = False  # 16 bits inside the blocks
 
     def __post_init__(self):
         if self.channels % self.heads:

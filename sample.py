@@ -40,7 +40,8 @@ def answer_all(config):
     torch.manual_seed(config.seed)
     longest = policy.config.context - 1
     status = 0
-    sys.stdin.reconfigure(errors="replace")  # what is not text
+    if not config.prompts:
+        sys.stdin.reconfigure(errors="replace")  # what is not text
     for line in config.prompts or sys.stdin:
         text = line.rstrip("\r\n")
         prompt = tokenizer.encode(text)

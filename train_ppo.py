@@ -12,6 +12,7 @@ numbers. A kill loses what came after. --resume continues from there. It refuses
 """
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -44,7 +45,7 @@ class Config(PPOConfig, RunConfig):
         self.at_least(1, "epochs", "minibatches")
         if self.batch_size % self.group_size:
             raise ValueError(f"batch_size ({self.batch_size}) should be a multiple of group_size")
-        if self.policy == str(self.out / "ppo.pt"):
+        if self.policy and Path(self.policy).resolve() == (self.out / "ppo.pt").resolve():
             raise ValueError("policy: a second round needs another --out")
         if not (self.temperature > 0 and 0 <= self.gamma <= 1 and 0 <= self.lam <= 1):
             raise ValueError("temperature should be above 0; gamma and lam should be from 0 to 1")
@@ -65,8 +66,7 @@ def train(
     prompts = read_prompts(config.data, "train", tokenizer, context, config.max_new_tokens)
     judge = judge_of(config.data)  # None for other data than the default; nothing trains on it
 
-    parameters = actor_critic.named_parameters()
-    trunk = [p for name, p in parameters if not name.startswith("value_head")]
+    trunk = [p for name, p in actor_critic.named_parameters() if not name.startswith("value_head")]
     groups = [
         {"params": trunk, "peak": config.lr},
         {"params": actor_critic.value_head.parameters(), "peak": config.value_lr},

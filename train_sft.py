@@ -37,6 +37,7 @@ class Config(GPTConfig, RunConfig):
     def __post_init__(self):
         super().__post_init__()
         self.at_least(1, "steps", "epochs", "batch_size", "micro_batch")
+        self.at_least(257, "vocab_size")  # single bytes and the end token
 
 
 def new_model(config, rows):

@@ -23,13 +23,12 @@ def python(*words):
 
 
 def commit():
-    words = ["git", "describe", "--always", "--dirty"]
+    words = ["git", "rev-parse", "--short", "HEAD"]
     return subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def train_and_evaluate(seed):
+def train_and_evaluate(seed, out):
     """-> what evaluate.py found."""
-    out = Path(f"out/seed{seed}")
     for stage in ("sft", "rm", "ppo"):
         python(f"train_{stage}.py", "--seed", str(seed), "--out", str(out), "--resume")
     python("evaluate.py", str(out))
@@ -72,11 +71,11 @@ def read_results():
 
 
 def main(seeds):
-    code = commit()
     for seed in seeds:
         if any(result["seed"] == seed for result in read_results()):
             continue  # measured before
-        report = train_and_evaluate(seed)
+        code = commit()
+        report = train_and_evaluate(seed, Path(f"out/{code}/{seed}"))
         with open(RESULTS, "a") as file:
             for row, numbers in rows_of(report).items():
                 result = {"row": row, "seed": seed, "commit": code}

@@ -40,6 +40,8 @@ class Config:
 
 def main(config):
     new_data = config.out / "data"
+    if Path(config.models).resolve() == config.out.resolve():
+        raise UserError(f"{config.out}: holds the models that the round began with; choose another")
     if new_data.exists():
         raise UserError(f"{new_data}: exists already; remove it to make it again")
     device = find_device(config.device)

@@ -114,7 +114,8 @@ class Record:
             return 0, {}
         contents = read_torch(self.state_path, "--overwrite starts again")
         old = contents["settings"]
-        for name, setting in self.settings.items():
+        for name in self.settings | old:  # another algorithm has other names
+            setting = self.settings.get(name)
             if name not in NOT_COMPARED and old.get(name) != setting:
                 was = f"{name} = {old.get(name)}, not {setting}"
                 raise UserError(f"{self.state_path}: saved with {was}; --overwrite starts again")

@@ -47,7 +47,7 @@ class Tokenizer:
         return "<eos>" if i == self.eos else self.tokens[i].decode(errors="backslashreplace")
 
     def fingerprint(self):
-        """A number that other vocabularies do not have."""
+        """A number that other vocabularies hardly share."""
         return zlib.crc32(b"\n".join(self.tokens))
 
     @classmethod

@@ -73,7 +73,7 @@ def grade(judge, batch, prompts, tokenizer):
 
 def explained_variance(batch):
     """1 - Var(returns - values) / Var(returns), over the mask: 1 is perfect, 0 no better than the
-    mean. NaN without a value function."""
+    mean. NaN without a value function. (With lam below 1 the returns are partly values.)"""
     if "returns" not in batch:
         return math.nan
     returns = batch["returns"][batch["mask"]]

@@ -54,7 +54,7 @@ def test_flags_are_the_fields_of_a_dataclass(capsys):
         refused(rf"{name} \(-1\): should be at least 1", read, f"--{name}=-1")
     for flag in ("--temperature=0", "--gamma=1.1", "--gamma=-0.1", "--lam=nan"):
         refused("temperature should be above 0; gamma and lam", read, flag)
-    refused("another --out", read, "--policy=out/ppo.pt")
+    refused("another --out", read, "--policy=./out/ppo.pt")
     refused("batch_size .* multiple", read, "--batch_size=9", "--group_size=2")
     refused("--step", read, "--step=3")
     words = settings.read_flags(sample.Config, "", ["a.pt", "Hello", "--n=2", "you"])

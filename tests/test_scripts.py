@@ -278,5 +278,9 @@ def test_resume_refuses_other_settings_data_and_models():
         ("sft", {"policy": "out/sft.pt"}),
     ):
         refused(f"{name}.pt: was trained from another sft.pt", "ppo", "out/other", **changes)
+    state = torch.load("out/other/sft_state.pt")
+    state["settings"]["penalty"] = 1.0  # of another algorithm
+    torch.save(state, "out/other/sft_state.pt")
+    refused("penalty = 1.0, not None", "sft", "out/other", resume=True, steps=1)
     Path("out/other/sft_state.pt").unlink()
     refused("sft.pt: has no sft_state.pt", "sft", "out/other", resume=True, steps=1)
