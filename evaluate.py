@@ -30,7 +30,7 @@ class Config:
     state: bool = False  # measure ppo_state.pt, not ppo.pt
     data: str = ""  # data folder, if not the run's
     models: str = ""  # folder of sft.pt and rm.pt, if not the run's
-    kl_coef: float = 0.0  # beta of J, if not the run's; variations with another give PPO's, 0.1
+    kl_coef: float = 0.0  # beta of J, if not the run's; where that is another penalty, give 0.1
     device: str = "auto"  # auto, cpu, cuda or cuda:1
     seed: int = 0  # of the samples
     prompts: int = 128  # validation prompts

@@ -211,7 +211,7 @@ def frozen_copy(model):
 def check_shapes(*tensors, mask=None):
     """ValueError if the shapes differ (PyTorch would broadcast (B, 1)), if a tensor is in 16 bits
     (a log-probability of -10 would be off by up to 0.03), or if the mask is not boolean (numbers 0
-    and 1 would pick rows 0 and 1). Most functions of sections 2 to 6 need it."""
+    and 1 would pick rows 0 and 1). Most functions below need it."""
     if mask is not None:
         tensors = (*tensors, mask)
     shapes = [tuple(tensor.shape) for tensor in tensors]
@@ -239,7 +239,7 @@ def masked_mean(numbers, mask):
 def gather_logprobs(logits, targets, temperature=1.0):
     """log softmax(logits / temperature) at the targets, in nats: (..., V), (...) -> (...)."""
     if logits.shape[:-1] != targets.shape:  # gather would take a shorter one
-        raise ValueError(f"wanted logits (..., V) of targets (...), got {logits.shape}")
+        raise ValueError(f"logits {logits.shape} do not fit targets {targets.shape}")
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # never in 16 bits
     logprobs = torch.log_softmax(logits / temperature, -1)
     return logprobs.gather(-1, targets[..., None]).squeeze(-1)
@@ -491,9 +491,9 @@ def gae(rewards, values, mask, gamma, lam):
 def whiten(numbers, mask):
     """Shift and scale to mean 0 and standard deviation 1 over the mask; 0 elsewhere: (B, T-1).
 
-    The mean is one more baseline, and the policy loss no longer depends on the scale of the rewards.
-    (The value loss does.) But the advantages of nearly equal responses are scaled up, noise
-    included. Returns are never whitened: the values must learn their true size.
+    The mean is one more baseline, and the policy loss no longer depends on the scale of the
+    rewards. (The value loss does.) But the advantages of nearly equal responses are scaled up,
+    noise included. Returns are never whitened: the values must learn their true size.
     """
     check_shapes(numbers, mask=mask)
     mean = numbers[mask].mean()
@@ -548,7 +548,7 @@ def whiten(numbers, mask):
 # A single step can still carry a ratio out of the range. In one pass of four steps, the default,
 # the clip hardly acts: here PPO is almost REINFORCE with a baseline. In four passes it is needed:
 # on a scale from 0, the SFT model, to 1, the best possible policy, PPO gets 0.94 with this clip and
-# -1.35 without it (neither with the clip of the values; RESULTS.md).
+# -1.35 without it (both without the clip of the values; RESULTS.md).
 
 
 def k3(d):
@@ -570,7 +570,7 @@ def policy_loss(logprobs, old_logprobs, advantages, clip_eps):
     return losses, {
         "policy_loss": losses,
         "approx_kl": k3(-log_ratio),  # KL(old || pi): old has sampled
-        "clip_frac": ((ratio - 1).abs() > clip_eps).float(),  # the gradient may be 0 or not
+        "clip_frac": ((ratio - 1).abs() > clip_eps).float(),  # all ratios out of range
         "ratio": ratio,
     }
 
@@ -580,7 +580,7 @@ def policy_loss(logprobs, old_logprobs, advantages, clip_eps):
 # It is trained beside the policy. Five details help:
 #
 # - The weights of its head start at 0: random values would be noise in the advantages.
-# - center_values() first sets its bias to the mean score (about the mean return, as long as the KL is 0).
+# - center_values() first sets its bias to the mean score (about the mean return, as the KL is 0).
 #   Otherwise many updates may be spent on learning a constant.
 # - The head has far to go: train_ppo.py trains it at 30 times the learning rate of the trunk.
 # - Its gradient enters the trunk too, where vf_coef = 0.1 keeps it below that of the policy.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from minippo import RewardModel, generate, gradient_step, reward_model_loss, row_lengths, set_lr
-from plumbing.batches import chunks, pad, similar_batches, similar_chunks, spread_over
+from plumbing.batches import chunks, n_rows, pad, similar_batches, similar_chunks
 from plumbing.files import Record
 from plumbing.models import load_sft, save_checkpoint
 from plumbing.settings import RunConfig, run_script
@@ -55,8 +55,7 @@ def validation(model, pairs, config, device):
 def set_score_scale(reward_model, sft, prompts, config):
     """Shift and scale the scores, so that the SFT model's own answers have mean 0 and standard
     deviation 1; and cap them at what one in a hundred of these exceeds."""
-    prompts = spread_over(prompts, config.answers)
-    prompts = sorted((prompts[i % len(prompts)] for i in range(config.answers)), key=len)
+    prompts = sorted(n_rows(prompts, config.answers), key=len)
     scores = []
     for piece in chunks(prompts, 256):
         tokens, mask = generate(sft, piece, config.max_new_tokens, config.temperature)
@@ -85,12 +84,13 @@ def train(config):
 
     for step in range(first, steps):
         set_lr(optimizer, step, steps, config.warmup)
+        batch = batches[step]
         scores = []
         optimizer.zero_grad()
-        for piece in chunks(batches[step], config.micro_batch):
+        for piece in chunks(batch, config.micro_batch):
             piece_scores = scores_of(model, piece, device)
             loss, _ = reward_model_loss(*piece_scores.unbind(1))
-            (loss * len(piece) / len(batches[step])).backward()
+            (loss * len(piece) / len(batch)).backward()
             scores.append(piece_scores.detach())
         _, stats = reward_model_loss(*torch.cat(scores).unbind(1))
         stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)

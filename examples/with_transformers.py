@@ -226,7 +226,7 @@ def load(kind, folder):
 
 
 def main(config):
-    torch.manual_seed(config.seed)
+    torch.manual_seed(config.seed)  # of the adapter's weights
     refuse(Path(config.out).exists(), "exists", config.out)
     with open(f"{config.data}/prompts_train.jsonl", encoding="utf-8-sig") as file:
         rows = [json.loads(line) for line in file if line.strip()]

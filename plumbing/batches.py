@@ -55,6 +55,12 @@ def spread_over(rows, n):
     return rows[:: max(1, math.ceil(len(rows) / n))]
 
 
+def n_rows(rows, n):
+    """n rows, spread over all; if there are fewer, they are repeated."""
+    some = spread_over(rows, n)
+    return [some[i % len(some)] for i in range(n)]
+
+
 def pad(sequences, device="cpu"):
     """B lists of ids -> tokens (B, T), rows padded on the right, and lengths (B,)."""
     lengths = [len(ids) for ids in sequences]

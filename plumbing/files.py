@@ -107,9 +107,8 @@ class Record:
     def load(self):
         if not self.state_path.exists():
             if self.model_path.exists():
-                raise UserError(
-                    f"{self.model_path}: has no {self.state_path.name} beside it; --overwrite replaces it"
-                )
+                missing = f"there is no {self.state_path.name} to continue from"
+                raise UserError(f"{self.model_path}: {missing}; --overwrite replaces it")
             print(f"--resume: there is no {self.state_path}, so the run starts at the beginning")
             return 0, {}
         contents = read_torch(self.state_path, "--overwrite starts again")

@@ -39,7 +39,7 @@ def check_start(policy, ref, score, prompts, config):
 
 
 def warn(step, stats, batch):
-    """A line if an iteration looks wrong; looked for every 10 iterations."""
+    """Every 10 iterations: a line if something looks wrong."""
     kl = kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], batch["mask"])
     error = kl.std(correction=0).item() / math.sqrt(len(kl))
     message = ""

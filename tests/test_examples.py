@@ -33,10 +33,13 @@ def test_sums_are_scored_by_arithmetic():
     assert right / len(texts) == pytest.approx(0.4, abs=0.01)
 
 
-@pytest.mark.parametrize("limit", [16, 1])
+@pytest.mark.parametrize("limit", [None, 16, 1])
 def test_new_pairs_are_of_answers_that_have_ended(out, tmp_path, limit):
     contents = torch.load(out / "ppo.pt")
-    contents["metadata"]["settings"]["max_new_tokens"] = limit
+    settings = contents["metadata"]["settings"]
+    settings["max_new_tokens"] = limit
+    if limit is None:  # a policy of DPO
+        del settings["max_new_tokens"], settings["temperature"]
     torch.save(contents, tmp_path / "ppo.pt")
     data = out.parent / "data"
     iterate.main(iterate.Config(data, str(out), tmp_path, pairs=200))
@@ -47,9 +50,12 @@ def test_new_pairs_are_of_answers_that_have_ended(out, tmp_path, limit):
     if limit == 1:  # too short for any answer but the empty one
         assert len(pairs) == len(old)
     else:
-        assert len(old) + 100 < len(pairs) < len(old) + 200
+        new = len(pairs) - len(old)
+        assert new == 200 if limit is None else 100 < new < 200
     assert (tmp_path / "sft.pt").read_bytes() == (out / "sft.pt").read_bytes()
     assert (tmp_path / "data" / "prompts_val.jsonl").exists()
+    with pytest.raises(UserError, match="choose another"):
+        iterate.main(iterate.Config(data, str(tmp_path), tmp_path))
 
 
 def test_an_ensemble_gives_its_lowest_score(out, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """What the scripts share: plumbing/ without the page."""
 
+import io
 import json
 import random
 import re
@@ -9,11 +10,12 @@ import pytest
 import torch
 
 import sample
+import train_rm
 import train_sft
 from data.rows import UserError
 from minippo import frozen_copy
 from plumbing import batches, files, gpt2, settings, watch
-from plumbing.models import load_checkpoint, load_function, text_score
+from plumbing.models import load_checkpoint, load_function, save_checkpoint, text_score
 from plumbing.text import Prompt, Tokenizer, encode_rows
 from tiny import assert_equal, biased, f64, inf, marks, nan, stir, tiny_gpt
 from tiny_run import write_data
@@ -62,6 +64,8 @@ def test_flags_are_the_fields_of_a_dataclass(capsys):
     refused("checkpoint", settings.read_flags, sample.Config, "", [])
     refused("--device gpu: .*cpu", settings.find_device, "gpu")
     refused(r"seed \(-1\)", Config(seed=-1).prepare, "ppo")
+    refused(r"vocab_size \(256\)", lambda: train_sft.Config(vocab_size=256))
+    refused(r"answers \(1\)", lambda: train_rm.Config(answers=1))
 
 
 def test_a_users_mistake_is_one_line_and_a_bug_of_ours_a_traceback(monkeypatch, capsys):
@@ -79,6 +83,9 @@ def test_a_users_mistake_is_one_line_and_a_bug_of_ours_a_traceback(monkeypatch, 
         assert re.search(words, printed) and printed.count("\n") == 1
     with pytest.raises(ValueError):
         settings.run_script(raising(ValueError()), Config, "")
+    monkeypatch.setattr("sys.stdout", io.StringIO())  # as in a notebook
+    monkeypatch.setattr("sys.argv", ["x.py"])
+    settings.run_script(lambda config: None, Config, "")
     assert settings.printable("é\u200d\u00a0\n\u202e") == "é\u200d\u00a0\n\\u202e"
 
 
@@ -101,6 +108,9 @@ def test_a_damaged_file_or_one_of_another_kind_is_refused(tmp_path):
         torch.save(contents, path)
         load("damaged")
     load("holds 'sft', not ppo", "ppo")
+    before = path.read_bytes()
+    save_checkpoint(path, "ppo", tiny_gpt(), TOKENIZER)  # a finished run keeps its file
+    assert path.read_bytes() == before
     path.write_bytes(path.read_bytes()[:-9])
     load("damaged")
 
@@ -168,6 +178,11 @@ def test_a_pass_has_every_row_once_and_depends_on_seed_and_step_alone():
     batch = batches.prompt_batch(prompts, 5, Config(batch_size=24, group_size=2))  # side by side
     assert batch[::2] == batch[1::2] == sorted(batch[::2], key=len)
     assert sorted(batch[::2]) == prompts
+
+
+def test_rows_are_spread_over_all_or_repeated():
+    assert batches.n_rows([*range(9)], 3) == [0, 3, 6]
+    assert batches.n_rows([7, 8, 9], 5) == [7, 8, 9, 7, 8]
 
 
 def test_pairs_of_a_batch_are_similar_and_each_comes_once():

@@ -283,4 +283,4 @@ def test_resume_refuses_other_settings_data_and_models():
     torch.save(state, "out/other/sft_state.pt")
     refused("penalty = 1.0, not None", "sft", "out/other", resume=True, steps=1)
     Path("out/other/sft_state.pt").unlink()
-    refused("sft.pt: has no sft_state.pt", "sft", "out/other", resume=True, steps=1)
+    refused("sft.pt: there is no sft_state.pt", "sft", "out/other", resume=True, steps=1)

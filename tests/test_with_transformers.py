@@ -2,6 +2,7 @@
 
 import runpy
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,6 +85,11 @@ def test_what_would_go_wrong_is_refused():
     refuses("num_labels", tiny(), classifier(2))
     refuses("pad_token", tiny(), classifier(pad_token_id=None))
     refuses("no prompt is left", tiny(), length_of, "")
+    equal = classifier()
+    torch.nn.init.zeros_(equal.score.weight)
+    refuses("do not differ", tiny(), equal)
+    with pytest.raises(ValueError, match="no end token"):
+        hf.train(tiny(), SimpleNamespace(eos_token_id=None), [], length_of, hf.Config())
     for prompt in ([*TALK, ANSWER], [5, PAD], [5, EOS, EOS], [EOS, EOS, 5], [BOS, BOS, 5]):
         refuses("a prompt", tiny(), length_of, prompt)
 
@@ -98,8 +104,8 @@ TOKENS = torch.tensor([[100, 101, EOS], [100, 102, PAD]])  # ab, ac
 MASK = marks("xx", "x.")
 
 
-def scores(reward, prompt="a"):
-    prompts = hf.encode(TOKENIZER, [{"prompt": prompt}, {"prompt": prompt, "name": 2}], 9)
+def scores(reward):
+    prompts = hf.encode(TOKENIZER, [{"prompt": "a"}, {"prompt": "a", "name": 2}], 9)
     return hf.text_scores(reward, TOKENIZER, prompts, TOKENS, MASK).tolist()
 
 
@@ -116,8 +122,9 @@ def test_a_reward_gets_the_rows_and_may_seed_torch():
     assert torch.equal(torch.get_rng_state(), state)
     assert given.pop("completion_ids") == [[101, EOS], [102]]
     assert given == {"prompts": ["a", "a"], "completions": ["b", "c"], "name": [None, 2]}
-    scores(reward, TALK)
-    assert given["completions"][1] == [ANSWER]
+    rows = [{"prompt": "a"}, {"prompt": TALK}]
+    hf.text_scores(reward, TOKENIZER, hf.encode(TOKENIZER, rows, 9), TOKENS, MASK)
+    assert given["completions"] == ["b", [ANSWER]]
 
 
 @pytest.mark.parametrize("numbers", [5.0, "12", {1: 1, 2: 2}, [1], [1, nan], torch.ones(2, 1)])
@@ -166,7 +173,7 @@ def test_the_program_writes_what_the_next_run_reads(tmp_path, monkeypatch):
         runpy.run_module("examples.with_transformers", run_name="__main__")
 
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "prompts_train.jsonl").write_text('{"prompt": "A bee"}')
+    (tmp_path / "prompts_train.jsonl").write_text('\ufeff{"prompt": "A bee"}\n\n')
     for model, folder in (tiny(), "sft"), (classifier(), "rm"):
         model.save_pretrained(folder)
         TOKENIZER.save_pretrained(folder)
@@ -176,7 +183,14 @@ def test_the_program_writes_what_the_next_run_reads(tmp_path, monkeypatch):
     sft, ppo, lora = [weights(read(name)) for name in ("sft", "ppo", "lora")]
     assert sft.shape == lora.shape and (sft != ppo).any() and (ppo != lora).any()
     transformers.ByT5Tokenizer(extra_ids=0).save_pretrained("rm")
-    refused = {"exists": "rm --out ppo", "score.weight": "ppo --out b", "vocab": "rm --out b"}
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").touch()
+    refused = {
+        "exists": "rm --out ppo",
+        "adapter": "adapter --out b",
+        "score.weight": "ppo --out b",
+        "vocab": "rm --out b",
+    }
     for words, rest in refused.items():
         with pytest.raises(ValueError, match=words):
             program(f"x --policy sft --reward_model {rest}")

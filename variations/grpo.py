@@ -47,7 +47,7 @@ def compute_advantages(batch, config):
     advantages = advantages.view(-1, 1).to(batch["old_logprobs"])
     weights = torch.ones_like(advantages)
     if config.length:
-        # ppo_update averages over all tokens. With these weights that is about the mean over responses.
+        # ppo_update averages over tokens. With these weights: about the mean over responses.
         lengths = mask.sum(1, keepdim=True).to(advantages)  # (B, 1)
         weights = lengths.mean() / lengths
     return {"advantages": advantages * mask, "weights": weights * mask}  # (B, T-1)
