@@ -17,9 +17,10 @@ import train_ppo
 from data.rows import UserError
 from minippo import frozen_copy
 from plumbing.batches import spread_over
-from plumbing.files import read_log, read_torch, write_text
+from plumbing.files import read_torch, write_text
 from plumbing.models import load_score, load_sft, models_folder
-from plumbing.page import distinct, numbers_of, one_iteration, report_text, sample, write_page
+from plumbing.page import one_iteration, write_page
+from plumbing.report import distinct, numbers_of, report_text, sample
 from plumbing.settings import find_device, run_script
 from plumbing.text import read_prompts
 
@@ -118,14 +119,11 @@ def read_run(out, config):
     settings = contents["settings"] if in_progress else contents["metadata"]["settings"]
     names = [field.name for field in fields(train_ppo.Config) if field.name in settings]
     ppo = train_ppo.Config(out=out, **{name: settings[name] for name in names})
-    kl_coef = ppo.kl_coef
-    for line in read_log(out / "ppo.jsonl"):  # in the end, the beta of the policy
-        kl_coef = line.get("kl_coef", kl_coef)
     ppo = replace(
         ppo,
         data=Path(config.data or ppo.data),
         models=config.models or ppo.models,
-        kl_coef=config.kl_coef or kl_coef,
+        kl_coef=config.kl_coef or ppo.kl_coef,
         sample_batch=config.sample_batch,
         micro_batch=config.micro_batch,
     )
@@ -143,8 +141,6 @@ def main(config):
         raise UserError(f"{models}: not the sft.pt and rm.pt of this run; give --models")
     cap = math.inf if ppo.reward else read_torch(models / "rm.pt", "")["model"]["cap"].item()
     policy = frozen_copy(sft)
-    if weights.keys() != policy.state_dict().keys():
-        raise UserError(f"{out}: has a separate critic; wait until ppo.pt is there")
     policy.load_state_dict(weights)
 
     limits = sft.config.context, ppo.max_new_tokens
@@ -177,7 +173,7 @@ def main(config):
         "the policy": one_iteration(policy, training_prompts, **roles),
     }
     samples = [(before[0], after[0]) for before, after in zip(reference, groups)]
-    write_page(out, models, text=text, samples=spread_over(samples, 6), iterations=iterations)
+    write_page(out, models, text, spread_over(samples, 6), iterations)
 
 
 if __name__ == "__main__":

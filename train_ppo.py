@@ -6,12 +6,12 @@
                                            score(prompts, completions, **columns) -> numbers
 
 Writes out/ppo.pt at the end; then `python evaluate.py out` measures it. Every half minute (large
-models: more rarely) the state of the run is saved: networks, optimizer, iteration, beta, random
-numbers. A kill loses what came after. --resume continues from there. It refuses other settings
-(paths, device, micro_batch, sample_batch may change), another sft.pt, rm.pt or number of prompts.
+models: more rarely) the state of the run is saved: policy, optimizer, iteration, random numbers. A
+kill loses what came after. --resume continues from there. It refuses other settings (paths, device,
+micro_batch, sample_batch may change), another sft.pt, rm.pt or number of prompts.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -51,56 +51,45 @@ class Config(PPOConfig, RunConfig):
             raise ValueError("temperature should be above 0; gamma and lam should be from 0 to 1")
 
 
-def train(
-    config, compute_advantages=compute_advantages, loss=ppo_loss, add_critic=None, next_kl_coef=None
-):
-    """PPO. Files of variations/ pass functions of their own."""
+def train(config, compute_advantages=compute_advantages, loss=ppo_loss):
+    """PPO. The files of variations/ pass functions of their own."""
     device = config.prepare("ppo")  # refuses to replace a run unasked; sets the seed
     policy, tokenizer, sft_fingerprint = load_sft(config, device)
     ref = frozen_copy(policy)
     if config.policy:  # must stem from the same SFT model
         policy = load_descendant(config.policy, ["ppo", "sft"], sft_fingerprint, device)
-    actor_critic = add_critic(policy, config) if add_critic else policy  # a GPT is both
     score, score_name = load_score(config, sft_fingerprint, tokenizer, device)
     context = policy.config.context
     prompts = read_prompts(config.data, "train", tokenizer, context, config.max_new_tokens)
     judge = judge_of(config.data)  # None for other data than the default; nothing trains on it
 
-    trunk = [p for name, p in actor_critic.named_parameters() if not name.startswith("value_head")]
     groups = [
-        {"params": trunk, "peak": config.lr},
-        {"params": actor_critic.value_head.parameters(), "peak": config.value_lr},
+        {"params": policy.trunk.parameters(), "peak": config.lr},  # lm_head is part of it
+        {"params": policy.value_head.parameters(), "peak": config.value_lr},
     ]
     # Adam's usual 0.999 averages over a thousand steps: too slow for a short run.
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
     inputs = {"prompts": len(prompts), "sft": sft_fingerprint, "score": score_name}
-    record = Record(config, "ppo", config.steps, actor_critic, optimizer, **inputs)
+    record = Record(config, "ppo", config.steps, policy, optimizer, **inputs)
     first = record.begin(config.resume)
-    kl_coef = record.extra.get("kl_coef", config.kl_coef)  # beta
     if first == 0:
         first_prompts = prompt_batch(prompts, 0, config)
         # The ratio must be 1 and, unless --policy is given, the KL 0.
-        watch.check_start(actor_critic, ref, score, first_prompts[: config.sample_batch], config)
-        batch = rollout_in_pieces(actor_critic, ref, score, first_prompts, config)
-        center_values(actor_critic, batch)
+        watch.check_start(policy, ref, score, first_prompts[: config.sample_batch], config)
+        center_values(policy, rollout_in_pieces(policy, ref, score, first_prompts, config))
 
     for step in range(first, config.steps):
         set_lr(optimizer, step, config.steps, config.warmup)
-        step_config = replace(config, kl_coef=kl_coef)
         batch_prompts = prompt_batch(prompts, step, config)  # group_size copies of each
         # Phases 1 and 2
-        batch = rollout_in_pieces(actor_critic, ref, score, batch_prompts, step_config)
-        stats = batch_metrics(batch, step_config)
-        stats |= watch.grade(judge, batch, batch_prompts, tokenizer)
-        watch.show_response(step + 1, batch, batch_prompts, tokenizer)
-        watch.warn(step + 1, stats, batch)
-        batch |= compute_advantages(batch, step_config)  # phase 3
-        stats["explained_variance"] = watch.explained_variance(batch)
-        stats |= ppo_update(actor_critic, optimizer, batch, step_config, loss)  # phase 4
-        if next_kl_coef:  # variations/adaptive_kl.py; PPO's beta stays as it is
-            kl_coef = next_kl_coef(kl_coef, stats["kl"], config)
+        batch = rollout_in_pieces(policy, ref, score, batch_prompts, config)
+        batch |= compute_advantages(batch, config)  # phase 3
+        stats = batch_metrics(batch, config)
+        stats |= watch.metrics(batch, batch_prompts, judge, tokenizer)
+        stats |= ppo_update(policy, optimizer, batch, config, loss)  # phase 4
+        watch.show(step + 1, batch, stats, batch_prompts, tokenizer)
         record.log(step + 1, stats, show=["score", "judge", "kl", "entropy", "eos_rate"])
-        record.save_if_due(step + 1, kl_coef=kl_coef)
+        record.save_if_due(step + 1)
 
     metadata = {"sft": sft_fingerprint, "settings": record.settings}
     save_checkpoint(config.out / "ppo.pt", "ppo", policy, tokenizer, **metadata)

@@ -90,10 +90,10 @@ class Record:
         self.steps = steps
 
     def begin(self, resume):
-        """-> the first step. With resume, model and optimizer get their saved state, and `extra` is
-        what was saved beside them; UserError if the settings were others."""
-        self.first, self.extra = self.load() if resume else (0, {})
-        self.save(self.first, **self.extra)  # from here on, an earlier run is replaced
+        """-> the first step. With resume, model and optimizer get their saved state; UserError if
+        the settings were others."""
+        self.first = self.load() if resume else 0
+        self.save(self.first)  # from here on, an earlier run is replaced
         if self.first == 0:
             self.model_path.unlink(missing_ok=True)
         lines = [line for line in read_log(self.log_path) if line["step"] <= self.first]
@@ -110,7 +110,7 @@ class Record:
                 missing = f"there is no {self.state_path.name} to continue from"
                 raise UserError(f"{self.model_path}: {missing}; --overwrite replaces it")
             print(f"--resume: there is no {self.state_path}, so the run starts at the beginning")
-            return 0, {}
+            return 0
         contents = read_torch(self.state_path, "--overwrite starts again")
         old = contents["settings"]
         for name in self.settings | old:  # another algorithm has other names
@@ -123,13 +123,13 @@ class Record:
         torch.set_rng_state(contents["random"])
         if self.device.type == "cuda" and "random_cuda" in contents:
             torch.cuda.set_rng_state(contents["random_cuda"], self.device)
-        return contents["step"], contents["extra"]
+        return contents["step"]
 
-    def save(self, step, **extra):
+    def save(self, step):
         """`step` steps are done."""
         start = time.monotonic()
         contents = {name: part.state_dict() for name, part in self.parts.items()}
-        contents |= {"kind": "state", "step": step, "settings": self.settings, "extra": extra}
+        contents |= {"kind": "state", "step": step, "settings": self.settings}
         contents["random"] = torch.get_rng_state()
         if self.device.type == "cuda":
             contents["random_cuda"] = torch.cuda.get_rng_state(self.device)
@@ -137,10 +137,10 @@ class Record:
         end = time.monotonic()
         self.next_save = end + max(SAVE_SECONDS, 20 * (end - start))  # large models: rarely
 
-    def save_if_due(self, step, **extra):
+    def save_if_due(self, step):
         """Every half minute, and at the end."""
         if step == self.steps or time.monotonic() > self.next_save:
-            self.save(step, **extra)
+            self.save(step)
 
     def log(self, step, stats, show):
         """show: names of the numbers that the screen shows."""

@@ -1,67 +1,89 @@
-"""What a report shows: responses with their numbers, an iteration of PPO token by token, a table,
-and out/report.html, which is page.html with the data in it."""
+"""out/report.html: the result, responses before and after, PPO token by token, the curves."""
 
 import copy
-import json
-from collections import defaultdict
-from pathlib import Path
+from html import escape
 
 import torch
 
-from data.zoo import judge_of
-from minippo import center_values, compute_advantages, evaluate_actions
-from minippo import kl_per_response, ppo_update
-from plumbing.batches import chunks, prompt_batch, rollout_in_pieces, spread_over
+from minippo import center_values, compute_advantages, evaluate_actions, ppo_update
+from plumbing.batches import prompt_batch, rollout_in_pieces, spread_over
 from plumbing.files import read_log, write_text
 from plumbing.settings import printable
-from plumbing.text import responses_of
 
-
-def sample(policy, n, prompts, ref, score, tokenizer, config):
-    """-> for each of P prompts a list of n responses: dicts with texts and numbers."""
-    copies = [prompt for prompt in prompts for _ in range(n)]
-    print(f"       sampling {len(copies):,} responses", flush=True)
-    judge = judge_of(config.data)
-    responses = []
-    for piece in chunks(copies, config.sample_batch):
-        batch = rollout_in_pieces(policy, ref, score, piece, config)
-        mask = batch["mask"]
-        kl = kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], mask)
-        for i, ids in enumerate(responses_of(batch["tokens"], mask)):
-            response = {"prompt": piece[i].row["prompt"], "text": tokenizer.decode(ids)}
-            if judge:
-                response["judge"] = judge(response["prompt"], response["text"])
-            response["score"] = batch["scores"][i].item()
-            response["kl"] = kl[i].item()
-            response["eos_rate"] = batch["ended"][i].item()
-            response["response_length"] = len(ids)
-            responses.append(response)
-    return chunks(responses, n)
-
-
-def numbers_of(groups):
-    """P lists of M responses -> {name: (P, M)}."""
-    names = [name for name in groups[0][0] if name not in ("prompt", "text")]
-    rows = {name: [[response[name] for response in group] for group in groups] for name in names}
-    return {name: torch.tensor(rows[name]).double() for name in names}
-
-
-def distinct(groups):
-    """(P,): the share of different texts among the first 16 responses to a prompt."""
-    texts = [[response["text"] for response in group[:16]] for group in groups]
-    return torch.tensor([len(set(group)) / len(group) for group in texts]).double()
+PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>minippo: a run</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ max-width: 75rem; margin: 2rem auto; padding: 0 1rem; font: 1rem/1.5 sans-serif; }}
+p {{ max-width: 48rem; }}
+h2 {{ margin-top: 2.5rem; }}
+pre, .wide {{ overflow-x: auto; }}
+pre, table, figure {{ font-size: .85rem; }}
+td, th {{ padding: .1rem .6rem; white-space: pre; }}
+td, th {{ text-align: right; }}
+:is(td, th):is(:first-child, :last-child) {{ text-align: left; }}
+summary {{ margin: .5rem 0; overflow-wrap: anywhere; }}
+figure {{ display: inline-block; width: 20rem; max-width: 100%; margin: 0 1.5rem 1.5rem 0; }}
+svg {{ width: 100%; height: 9rem; border: solid grey; border-width: 1px 0; }}
+polyline {{ fill: none; stroke-width: 2; vector-effect: non-scaling-stroke; }}
+</style>
+<h1>What this run did</h1>
+<h2>The result</h2>
+<pre>{text}</pre>
+<p>Means over validation prompts, ± standard errors. <em>Best of n</em>: of n responses of the SFT
+model, the one with the highest score. <em>Unseen</em>: prompts that PPO was not trained on.
+The <em>judge</em>, if there is one, knows the truth, and takes no part in the training.</p>
+<h2>Before and after PPO: the first responses sampled, not chosen</h2>
+{samples}
+<h2>Token by token</h2>
+<p>A single response cannot show which of its tokens earned the score. Over many responses, good
+choices stand out from bad ones. This is one iteration of PPO, made after the run with a new
+optimizer at the peak learning rate. The columns are those in the header of minippo.py. A blue token
+has an advantage above 0, and is pushed up; an orange one is pushed down. The last three columns
+come after the update: log pi, the ratio, and the likeliest tokens in this place with their
+probabilities in %, before → after. (All places share the weights, so other tokens move them too.)
+</p>
+{iterations}
+<h2>The curves</h2>
+{charts}
+</html>
+"""
+COLUMNS = {  # of the table of a response
+    "old_logprobs": "log pi",
+    "ref_logprobs": "log ref",
+    "log_ratio": "KL",
+    "rewards": "reward",
+    "old_values": "value",
+    "returns": "return",
+    "advantages": "advantage",
+    "logprobs": "new log pi",
+    "ratio": "ratio",
+}
+BLUE = "#3b8fd9"  # colour-blind eyes tell these two apart
+ORANGE = "#de7a21"
+CHARTS = [  # title, log, names of its numbers
+    ("Score, in each iteration", "ppo", ["score", "objective", "judge"]),
+    ("KL to the reference, nats per response", "ppo", ["kl"]),
+    ("Entropy, nats per token", "ppo", ["entropy"]),
+    ("Share of the returns' variance that values explain", "ppo", ["explained_variance"]),
+    ("SFT: validation loss, nats per token", "sft", ["val_loss"]),
+    ("Reward model: validation pairs right", "rm", ["val_accuracy"]),
+]
 
 
 @torch.no_grad()
-def rivals(models, tokens, mask, config, spell):
-    """For each action of a response, tokens (T,) and mask (T-1,): the three likeliest tokens by the
-    first model, and the action itself -> lists of [text, its probability by each model]."""
-    logits = [model(tokens[None, :-1], mask[None])[0] for model in models]
-    chances = (torch.stack(logits, 2) / config.temperature).softmax(1)  # (N, V, models)
+def rivals(before, after, tokens, mask, config, spell):
+    """For each action of a response, tokens (T,) and mask (T-1,): the three likeliest tokens before
+    an update, and the action itself -> lists of (text, probability before, probability after)."""
+    logits = [model(tokens[None, :-1], mask[None])[0] for model in (before, after)]
+    chances = (torch.stack(logits, 2) / config.temperature).softmax(1)  # (N, V, 2)
     likely = chances[:, :, 0].topk(3).indices.tolist()
     lists = []
     for ids, action, rows in zip(likely, tokens[1:][mask].tolist(), chances):
-        lists.append([[spell(i), *rows[i].tolist()] for i in dict.fromkeys([*ids, action])])
+        lists.append([(spell(i), *rows[i].tolist()) for i in dict.fromkeys([*ids, action])])
     return lists
 
 
@@ -96,61 +118,93 @@ def one_iteration(policy, prompts, ref, score, tokenizer, config):
         response = {
             "prompt": prompt.row["prompt"],
             "score": batch["scores"][i].item(),
-            "kl": batch["log_ratio"][i].sum().item(),
             "tokens": [spell(token) for token in tokens[i, 1:][mask[i]].tolist()],
-            "rivals": rivals([policy, ref, after], tokens[i], mask[i], config, spell),
+            "rivals": rivals(policy, after, tokens[i], mask[i], config, spell),
         }
-        for name, numbers in batch.items():
-            if numbers.shape == mask.shape:
-                response[name] = numbers[i][mask[i]].tolist()
+        for name in COLUMNS:
+            response[name] = batch[name][i][mask[i]].tolist()
         responses.append(response)
     return responses
 
 
-def report_text(report):
-    """The table, and responses to be wary of."""
-    rows = {"SFT": report["sft"]}
-    rows |= {f"best of {n}": row for n, row in report["best_of_n"].items()}
-    rows |= {"policy": report["policy"], "policy, unseen": report["unseen"]}
-    names = [name for name in report["policy"] if not name.endswith("_se")]
-    lines = ["".join(name.rjust(16) for name in ["", *names])]
-    for label, row in rows.items():
-        line = label.ljust(16)
-        for name in names:
-            digits = 3 if name == "optimality" else 2
-            error = f" ± {row[f'{name}_se']:.{digits}f}" if f"{name}_se" in row else ""
-            cell = f"{row[name]:z.{digits}f}{error}" if name in row else "-"
-            line += cell.rjust(16)
-        lines.append(line)
-    suspects = report["suspects"]
-    lines.append(
-        "optimality: 0 is the SFT model, 1 about the best possible policy\n"
-        f"reward hacking? {suspects['count']:,} responses have a high KL and a score above all of "
-        f"the SFT model, on the {suspects['prompts']:,} prompts where these are below the cap"
-    )
-    for row in suspects["examples"]:
-        texts = f"{row['prompt'][:200].strip()} -> {row['text'][:200].strip()}"
-        lines.append(f"    {printable(texts)}   (score {row['score']:.2f}, KL {row['kl']:.2f})")
+def sample_html(before, after):
+    """The first response of the SFT model and of the policy to a prompt."""
+    lines = [f"<p><b>{escape(printable(before['prompt']))}</b>"]
+    for label, response in (("before", before), ("after", after)):
+        text = escape(printable(response["text"]))
+        lines.append(f"<br>{label}: {text} (score {response['score']:.2f})")
     return "\n".join(lines)
 
 
-def curves(path):
-    """A log -> {name: [[step, number], ...]}, some 300 of each, the last one included."""
-    points = defaultdict(list)
-    for line in read_log(path)[::-1]:
-        for name, number in line.items():
-            if number is not None:
-                points[name].append([line["step"], number])
-    return {name: spread_over(curve, 300)[::-1] for name, curve in points.items()}
+def response_html(response):
+    """A row for each token of a response."""
+    header = "".join(
+        f"<th>{title}</th>" for title in ("token", *COLUMNS.values(), "likeliest tokens")
+    )
+    rows = [f"<tr>{header}</tr>"]
+    for i, token in enumerate(response["tokens"]):
+        advantage = response["advantages"][i]
+        colour = BLUE if advantage > 0 else ORANGE
+        strength = min(99, round(25 * abs(advantage)))  # in %
+        style = f"background: color-mix(in srgb, {colour} {strength}%, Canvas)"
+        cells = [f'<td style="{style}">{escape(token)}</td>']
+        cells += [f"<td>{response[name][i]:z.2f}</td>" for name in COLUMNS]
+        shares = [f"{text} {100 * a:.0f} → {100 * b:.0f}" for text, a, b in response["rivals"][i]]
+        cells.append(f"<td>{escape(',  '.join(shares))}</td>")
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    text = printable(response["prompt"] + "".join(response["tokens"]))
+    summary = f"<summary>{escape(text)} (score {response['score']:.2f})</summary>"
+    table = f'<div class="wide"><table>{"".join(rows)}</table></div>'
+    return f"<details open>{summary}{table}</details>"
 
 
-def write_page(out, models, **data):
-    """models: the folder of the earlier stages. data: text, samples, iterations."""
+def chart_html(title, curves):
+    """curves: {name: [(step, number), ...]} -> a line for each."""
+    steps, numbers = zip(*[point for curve in curves.values() for point in curve])
+    low, high = min(numbers), max(numbers)
+    names = []
+    lines = []
+    for (name, curve), colour in zip(curves.items(), (BLUE, ORANGE, "grey")):
+        names.append(f'<span style="color: {colour}">{name}</span> {curve[-1][1]:.3g}')
+        places = []
+        for step, number in curve:
+            x = 100 * (step - min(steps)) / max(1, max(steps) - min(steps))
+            y = 100 * (high - number) / ((high - low) or 1)
+            places.append(f"{x:.2f},{y:.2f}")
+        lines.append(f'<polyline stroke="{colour}" points="{" ".join(places)}"/>')
+    svg = f'<svg viewBox="0 0 100 100" preserveAspectRatio="none">{"".join(lines)}</svg>'
+    text = f"<b>{title}</b><br>{', '.join(names)}<br>{high:.3g}{svg}{low:.3g}"
+    return f"<figure>{text}, steps {min(steps)} to {max(steps)}</figure>"
+
+
+def charts_html(logs):
+    """logs: {name of a stage: the lines of its log}"""
+    charts = []
+    for title, stage, names in CHARTS:
+        curves = {}
+        for name in names:
+            curve = [(x["step"], x[name]) for x in logs[stage] if x.get(name) is not None]
+            if curve:
+                curves[name] = curve
+        if curves:
+            charts.append(chart_html(title, curves))
+    return "\n".join(charts)
+
+
+def write_page(out, models, text, samples, iterations):
+    """models: the folder of the earlier stages. samples: (before, after), responses each.
+    iterations: {where it starts: responses of one_iteration}."""
     folders = {"sft": models, "rm": models, "ppo": out}
-    data["curves"] = {name: curves(folders[name] / f"{name}.jsonl") for name in folders}
-    # JSON has no NaN. Its "<" are in strings: escaped, none can end the <script> around the data.
-    finite = json.loads(json.dumps(data), parse_constant=lambda name: None)
-    text = json.dumps(finite).replace("<", "\\u003c")
-    page = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-    write_text(out / "report.html", page.replace("@data@", text))
+    logs = {name: read_log(folders[name] / f"{name}.jsonl") for name in folders}
+    tables = []
+    for start, responses in iterations.items():
+        tables.append(f"<h3>It starts from {start}</h3>")
+        tables += map(response_html, responses)
+    page = PAGE.format(
+        text=escape(text),
+        samples="\n".join(sample_html(*pair) for pair in samples),
+        iterations="\n".join(tables),
+        charts=charts_html(logs),
+    )
+    write_text(out / "report.html", page)
     print(f"open {out / 'report.html'} in a browser")

@@ -38,8 +38,29 @@ def check_start(policy, ref, score, prompts, config):
         print(f"warning: the standard deviation of the first scores is {spread:.2g}: divide by it")
 
 
-def warn(step, stats, batch):
-    """Every 10 iterations: a line if something looks wrong."""
+def metrics(batch, prompts, judge, tokenizer):
+    """What minippo.batch_metrics leaves out: explained_variance, 1 - Var(returns - values) /
+    Var(returns), which is 1 if the values are perfect, 0 if they are no better than the mean, and
+    NaN without a value function; and, if there is a judge, its mean grade."""
+    stats = {"explained_variance": math.nan}
+    if "returns" in batch:
+        returns = batch["returns"][batch["mask"]]
+        errors = returns - batch["old_values"][batch["mask"]]
+        stats["explained_variance"] = 1 - errors.var().item() / (returns.var().item() + 1e-8)
+    if judge:
+        responses = responses_of(batch["tokens"], batch["mask"])
+        texts = [(p.row["prompt"], tokenizer.decode(ids)) for p, ids in zip(prompts, responses)]
+        stats["judge"] = sum(judge(*pair) for pair in texts) / len(texts)
+    return stats
+
+
+def show(step, batch, stats, prompts, tokenizer):
+    """Now and then: a response of the batch, and a warning if something looks wrong."""
+    if step % 40 == 1:
+        i = step % len(prompts)  # they are sorted by length: not always the shortest
+        ids = responses_of(batch["tokens"], batch["mask"])[i]
+        text = printable((prompts[i].row["prompt"] + tokenizer.decode(ids))[:400], keep="")
+        print(f"       {text!r}  score {batch['scores'][i]:.2f}")
     kl = kl_per_response(batch["old_logprobs"], batch["ref_logprobs"], batch["mask"])
     error = kl.std(correction=0).item() / math.sqrt(len(kl))
     message = ""
@@ -51,31 +72,3 @@ def warn(step, stats, batch):
         message = "no response has ended by itself (a larger --max_new_tokens?)"
     if message and step % 10 == 1:
         print(f"warning: iteration {step}: {message}")
-
-
-def show_response(step, batch, prompts, tokenizer):
-    """A response of the batch, every 40 iterations."""
-    if step % 40 == 1:
-        i = step % len(prompts)  # they are sorted by length: not always the shortest
-        ids = responses_of(batch["tokens"], batch["mask"])[i]
-        text = printable((prompts[i].row["prompt"] + tokenizer.decode(ids))[:400], keep="")
-        print(f"       {text!r}  score {batch['scores'][i]:.2f}")
-
-
-def grade(judge, batch, prompts, tokenizer):
-    """-> {"judge": mean grade of the responses}; empty if there is no judge."""
-    if judge is None:
-        return {}
-    responses = responses_of(batch["tokens"], batch["mask"])
-    grades = [judge(p.row["prompt"], tokenizer.decode(ids)) for p, ids in zip(prompts, responses)]
-    return {"judge": sum(grades) / len(grades)}
-
-
-def explained_variance(batch):
-    """1 - Var(returns - values) / Var(returns), over the mask: 1 is perfect, 0 no better than the
-    mean. NaN without a value function. (With lam below 1 the returns are partly values.)"""
-    if "returns" not in batch:
-        return math.nan
-    returns = batch["returns"][batch["mask"]]
-    errors = returns - batch["old_values"][batch["mask"]]
-    return 1 - errors.var().item() / (returns.var().item() + 1e-8)

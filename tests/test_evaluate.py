@@ -4,6 +4,7 @@ import io
 import itertools
 import json
 import math
+import re
 import runpy
 import shutil
 from pathlib import Path
@@ -19,11 +20,11 @@ from minippo import evaluate_actions
 from plumbing.batches import pad_completions
 from plumbing.files import fingerprint, read_log
 from plumbing.models import load_checkpoint, load_descendant
-from plumbing.page import curves, distinct
+from plumbing.page import BLUE, COLUMNS, ORANGE, write_page
+from plumbing.report import distinct
 from plumbing.settings import printable
-from tiny import assert_equal, f64, inf, noise, weights
+from tiny import assert_equal, f64, noise, weights
 from tiny_run import ROOT, write_models
-from variations import separate_critic
 
 
 # Formulas
@@ -85,81 +86,97 @@ def folder(tmp_path_factory):
 
 
 def evaluated(out, **flags):
-    """-> the report, the data of the page."""
-    evaluate.main(evaluate.Config(Path(out), reference_samples=67, policy_samples=1, **flags))
-    text = Path(out, "report.html").read_text().partition('id="data">')[2]
-    data = json.loads(text.partition("</script>")[0], parse_constant=pytest.fail)
-    return json.loads(Path(out, "report.json").read_text()), data
+    """-> the report, and what write_page gets: text, samples, iterations."""
+    shown = []
+
+    def write(out, models, *arguments):
+        shown.extend(arguments)
+        write_page(out, models, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluate, "write_page", write)
+        evaluate.main(evaluate.Config(Path(out), reference_samples=67, policy_samples=1, **flags))
+    return json.loads(Path(out, "report.json").read_text()), *shown
 
 
 def test_a_run_becomes_report_and_page(folder, capsys):
-    report, data = evaluated("out")
+    report, text, samples, iterations = evaluated("out")
     sft, best, policy = report["sft"], report["best_of_n"], report["policy"]
-    assert data["text"] in capsys.readouterr().out
+    assert text in capsys.readouterr().out
     for row in sft, best["64"], policy, report["unseen"]:
-        assert f" {row['score']:z.2f} ± {row['score_se']:.2f} " in data["text"]
-    assert f" {policy['optimality']:z.3f} ± " in data["text"]
+        assert f" {row['score']:z.2f} ± {row['score_se']:.2f} " in text
+    assert f" {policy['optimality']:z.3f} ± " in text
     assert sft["kl"] == 0 and sft["optimality"] == pytest.approx(0)
     assert best["4"]["kl"] == pytest.approx(math.log(4) - 0.75)
     assert sft["score"] < best["4"]["score"] < best["16"]["score"]
     assert report["suspects"]["prompts"] < 12  # the others reach the cap
-    assert [curve["lr"][-1][0] for curve in data["curves"].values()] == [100, 30, 2]
-    assert len(data["samples"]) == 6
-    for before, after in data["samples"]:
+    assert len(samples) == 6
+    for before, after in samples:
         assert after["judge"] == judge(before["prompt"], after["text"])
 
-    first, last = data["iterations"].values()
+    first, last = iterations.values()
     [value] = {value for row in first for value in row["old_values"]}
-    assert value != 0 and any(row["kl"] for row in last)
+    assert value != 0 and any(sum(row["log_ratio"]) for row in last)
+    ref, tokenizer, _ = load_checkpoint("out/sft.pt", ["sft"])
+    spelled = [printable(tokenizer.spell(i), keep="") for i in range(tokenizer.vocab_size)]
     for rows in first, last:
         scores = [row["score"] for row in rows]
         assert len(scores) == 6 and scores == sorted(scores, reverse=True)
-    ref, tokenizer, _ = load_checkpoint("out/sft.pt", ["sft"])
-    spelled = [printable(tokenizer.spell(i), keep="") for i in range(tokenizer.vocab_size)]
     for row in first + last:
-        assert row["kl"] == pytest.approx(sum(row["log_ratio"]), abs=1e-5)
         ids = [spelled.index(token) for token in row["tokens"]]
         tokens, mask = pad_completions([(tokenizer.encode(row["prompt"]), ids)])
         ref_logprobs, _ = evaluate_actions(ref, tokens, mask)
         assert ref_logprobs[mask].tolist() == pytest.approx(row["ref_logprobs"], abs=1e-4)
         for i, token in enumerate(row["tokens"]):
-            rivals = {text: shares for text, *shares in row["rivals"][i]}
-            chances = rivals[token]
-            logprobs = [row[name][i] for name in ("old_logprobs", "ref_logprobs", "logprobs")]
-            assert torch.tensor(chances).log().tolist() == pytest.approx(logprobs, abs=1e-4)
-            assert row["ratio"][i] == pytest.approx(chances[2] / chances[0], abs=1e-4)
-            assert logprobs[0] != logprobs[2] and len(rivals) >= 3
+            rivals = {name: chances for name, *chances in row["rivals"][i]}
+            before, after = rivals[token]
+            assert math.log(before) == pytest.approx(row["old_logprobs"][i], abs=1e-4)
+            assert math.log(after) == pytest.approx(row["logprobs"][i], abs=1e-4)
+            gap = row["old_logprobs"][i] - row["ref_logprobs"][i]
+            assert row["log_ratio"][i] == pytest.approx(gap, abs=1e-6)
+            assert row["ratio"][i] == pytest.approx(after / before, abs=1e-4)
+            assert before != after and len(rivals) >= 3
 
 
-def test_a_curve_keeps_its_last_point(tmp_path):
-    rows = [{"step": step, "loss": 1 / step, "lr": None} for step in range(1, 702)]
-    write_jsonl(tmp_path / "x.jsonl", rows)
-    curve = curves(tmp_path / "x.jsonl")["loss"]
-    assert len(curve) <= 300 and curve[-1] == [701, 1 / 701] and curve == sorted(curve)
+def test_the_page_shows_what_it_gets(tmp_path):
+    for stage, name in (("sft", "val_loss"), ("ppo", "score")):
+        rows = [{"step": 5 * i, name: 2.0 - i if i else None} for i in range(4)]
+        write_jsonl(tmp_path / f"{stage}.jsonl", rows)
+    response = {"prompt": "<i>", "score": 0.5, "tokens": ["<b>", "c"]}
+    response |= {name: [0.001, -1.239] for name in COLUMNS} | {"advantages": [1.0, -2.0]}
+    response["rivals"] = [[("<b>", 0.25, 0.75)], [("d", 0.5, 0.4), ("c", 0.1, 0.2)]]
+    samples = [({"prompt": "<p>", "text": "<t>\x1b", "score": 1.0}, {"text": "u", "score": 2.0})]
+    write_page(tmp_path, tmp_path, "<text>", samples, {"the start": [response]})
+    page = (tmp_path / "report.html").read_text()
+    assert "<pre>&lt;text&gt;</pre>" in page and "<b>&lt;p&gt;</b>" in page
+    assert "before: &lt;t&gt;\\x1b (score 1.00)" in page and "after: u (score 2.00)" in page
+    assert "&lt;i&gt;&lt;b&gt;c (score 0.50)" in page
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", page)
+    assert cells[0] == "&lt;b&gt;" and cells[1:10] == 6 * ["0.00"] + ["1.00", "0.00", "0.00"]
+    assert cells[10] == "&lt;b&gt; 25 → 75" and cells[-1] == "d 50 → 40,  c 10 → 20"
+    assert cells[12:18] == 6 * ["-1.24"]
+    assert re.findall(r"(#\w+) (\d+)%", page) == [(BLUE, "25"), (ORANGE, "50")]
+    assert re.findall(r'points="(.*?)"', page) == 2 * ["0.00,0.00 50.00,50.00 100.00,100.00"]
+    assert page.count("1<svg") == 2 and page.count("</svg>-1, steps 5 to 15") == 2
+    assert page.count("</span> -1") == 2
 
 
 def test_a_run_in_progress_is_measured(folder, tmp_path):
     out = shutil.copytree("out", tmp_path / "out")
-    (out / "ppo.jsonl").write_text('{"step": 3, "kl_coef": 1000, "kl": NaN}\n')
-    assert evaluated(out)[0]["policy"]["optimality"] < -100
-    policy = torch.load(out / "sft.pt")["model"]
-    policy["value_trunk.norm.bias"] = torch.ones(32)  # of a separate critic
-    torch.save(torch.load(out / "ppo_state.pt") | {"model": policy}, out / "ppo_state.pt")
+    assert evaluated(out, kl_coef=1000.0)[0]["policy"]["optimality"] < -100
     (tmp_path / "prompts_train.jsonl").write_text('{"prompt": "What?"}\n{"prompt": "</script>"}')
     flags = {"data": str(tmp_path), "kl_coef": 0.1}
-    with pytest.raises(UserError, match="separate critic"):
-        evaluated(out, state=True)
-    del policy["value_trunk.norm.bias"]
-    state = torch.load(out / "ppo_state.pt") | {"model": policy}
+    state = torch.load(out / "ppo_state.pt") | {"model": torch.load(out / "sft.pt")["model"]}
     state["settings"]["policy"] = "out/ppo.pt"  # of a second round
     torch.save(state, out / "ppo_state.pt")
-    report, data = evaluated(out, state=True, **flags)
+    report, *shown = evaluated(out, state=True, **flags)
+    text, samples, iterations = shown
     policy = report["policy"]  # one response to one prompt
     assert policy == report["unseen"] and abs(policy["optimality"]) < 9
-    assert policy["kl"] == 0 and policy["score"] == data["samples"][0][1]["score"]
-    assert len(set(data["iterations"]["the policy"][0]["old_values"])) == 1
+    assert policy["kl"] == 0 and policy["score"] == samples[0][1]["score"]
+    assert len(set(iterations["the policy"][0]["old_values"])) == 1
     (out / "ppo.pt").unlink()
-    assert evaluated(out, **flags) == (report, data)
+    assert evaluated(out, **flags) == (report, *shown)
     torch.save(torch.load(out / "rm.pt") | {"other": 1}, out / "rm.pt")
     with pytest.raises(UserError, match="not the sft.pt and rm.pt of this run"):
         evaluated(out)
@@ -176,18 +193,6 @@ def test_sample_answers_what_fits(folder, monkeypatch, capsys):
     assert errors.count("sample.py") == 2
 
 
-def test_a_separate_critic_starts_as_the_reward_model(folder):
-    policy, _, _ = load_checkpoint("out/sft.pt", ["sft"])
-    reward_model, _, _ = load_checkpoint("out/rm.pt", ["rm"])
-    reward_model.cap.fill_(inf)
-    actor_critic = separate_critic.add_critic(policy, separate_critic.Config())
-    tokens = torch.randint(300, (2, 9))
-    last = torch.arange(9).expand(2, 9) == 8
-    logits, values = actor_critic(tokens, last)
-    assert_equal(logits, policy(tokens, last)[0])
-    assert_equal(values, reward_model(tokens, torch.tensor([9, 9])), 1e-4)
-
-
 def run(monkeypatch, name, *flags):
     """As a user does -> the lines of the log."""
     common = ["--data=data", "--device=cpu", "--batch_size=16"]
@@ -200,32 +205,20 @@ def run(monkeypatch, name, *flags):
 
 
 PROGRAMS = {
-    "adaptive_kl": "--kl_target=0.1",
     "grpo": "--kl_coef=1000",
     "kl_in_loss": "--kl_loss_coef=1000",
     "ppo_penalty": "--penalty=1000",
-    "ppo_ptx": "--ptx_coef=1000",
     "reinforce": "--total",
     "rloo": "--group_size=2",
-    "separate_critic": "--value_lr=0.001",
 }
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_each_trains_and_saves_a_policy(folder, monkeypatch, capsys, name):
+def test_each_trains_and_saves_a_policy(folder, monkeypatch, name):
     flag = PROGRAMS[name]
-    first, _, last = run(monkeypatch, name, "--steps=3", "--max_new_tokens=16", flag)
+    first, *_ = run(monkeypatch, name, "--steps=3", "--max_new_tokens=16", flag)
     assert (first["grad_norm"] > 100) == flag.endswith("1000")
     assert ("value_loss" in first) == (name not in ("grpo", "reinforce", "rloo"))
-    assert (first["kl_coef"] != last["kl_coef"]) == (name == "adaptive_kl")
-    explained = first["explained_variance"] or 0.0  # at first all values are equal
-    assert (abs(explained) > 0.1) == (name == "separate_critic")
-    printed = capsys.readouterr().out
-    assert ("sft_train.jsonl: 57 rows" in printed) == (name == "ppo_ptx")  # not the held out 3
-    if name == "separate_critic":
-        trained = torch.load("out/separate_critic/ppo_state.pt")["model"]
-        before = torch.load("out/rm.pt")["model"]
-        assert not trained["value_trunk.norm.bias"].equal(before["trunk.norm.bias"])
 
 
 def test_dpo_learns_the_pairs_in_pieces_of_any_size(folder, monkeypatch):

@@ -122,11 +122,10 @@ def test_a_state_is_saved_every_half_minute_and_the_clock_goes_on(tmp_path):
     record.begin(resume=False)
     for step, seconds in ((3, 31), (4, 25)):
         record.next_save -= seconds
-        record.save_if_due(step, kl_coef=step / 10)
+        record.save_if_due(step)
     files.write_text(record.log_path, '{"step": 3, "seconds": 70.0}\n')
     for _ in range(2):  # resumed, killed at once and resumed
         assert record.begin(resume=True) == 3 and record.seconds_before == 70
-        assert record.extra == {"kl_coef": 0.3}
 
 
 # Text and batches
@@ -268,15 +267,16 @@ def test_ppo_starts_only_if_sampling_update_and_reference_agree(capsys):
 
 def test_what_looks_wrong_is_said_now_and_then(capsys):
     for step, changes, kl, words in (
-        (1, {"kl": -0.1}, [-0.1, -0.1], "the KL is -0.100, below 0"),
-        (1, {"kl": -0.2}, [-0.7, 0.3], ""),  # within its error
+        (11, {"kl": -0.1}, [-0.1, -0.1], "the KL is -0.100, below 0"),
+        (11, {"kl": -0.2}, [-0.7, 0.3], ""),  # within its error
         (11, {"entropy": 0.01}, [0.5, 0.5], "--lr"),
         (101, {"eos_rate": 0.0}, [0.5, 0.5], "--max_new_tokens"),
         (2, {"eos_rate": 0.0}, [0.5, 0.5], ""),
     ):
         kl = f64([kl] * 8).view(16, 1)
         batch = {"old_logprobs": kl, "ref_logprobs": 0 * kl, "mask": kl < inf}
-        watch.warn(step, {"kl": 0.5, "entropy": 1.0, "eos_rate": 0.9} | changes, batch)
+        stats = {"kl": 0.5, "entropy": 1.0, "eos_rate": 0.9} | changes
+        watch.show(step, batch, stats, [], TOKENIZER)
         printed = capsys.readouterr().out
         assert words in printed and bool(words) == bool(printed)
 
@@ -286,18 +286,17 @@ def test_a_response_in_40_is_shown_and_all_are_graded(capsys):
     prompts[0].row, prompts[1].row = {"prompt": "a"}, {"prompt": "b"}
     batch = {"tokens": torch.tensor([[A, AB, C, END], [B, C, END, 0]])}
     batch |= {"mask": marks("xxx", "xx."), "scores": f64([2, 1])}
+    batch |= {"old_logprobs": f64([[1.0] * 3] * 2), "ref_logprobs": f64([[0.0] * 3] * 2)}
     for step in (1, 2, 40, 41):
-        watch.show_response(step, batch, prompts, TOKENIZER)
+        watch.show(step, batch, {"kl": 0.5, "entropy": 1.0, "eos_rate": 0.9}, prompts, TOKENIZER)
     assert capsys.readouterr().out == 2 * "       'bc'  score 1.00\n"
     grades = {("a", "abc"): 3, ("b", "c"): -2}
-    assert watch.grade(lambda *texts: grades[texts], batch, prompts, TOKENIZER) == {"judge": 0.5}
-    assert watch.grade(None, batch, prompts, TOKENIZER) == {}
-
-
-def test_explained_variance_is_that_of_the_returns():
-    returns = f64([[nan, 1, 2], [3, 4, inf]])
-    batch = {"returns": returns, "old_values": -returns, "mask": marks(".xx", "xx.")}
-    assert watch.explained_variance(batch) == pytest.approx(-3)
+    stats = watch.metrics(batch, prompts, lambda *texts: grades[texts], TOKENIZER)
+    assert stats == pytest.approx({"judge": 0.5, "explained_variance": nan}, nan_ok=True)
+    batch["returns"] = f64([[nan, 1, 2], [3, 4, inf]])
+    batch |= {"old_values": -batch["returns"], "mask": marks(".xx", "xx.")}
+    stats = watch.metrics(batch, prompts, None, TOKENIZER)
+    assert stats == pytest.approx({"explained_variance": -3})
 
 
 def test_a_gpt_2_is_read_trained_and_written_back(tmp_path):
