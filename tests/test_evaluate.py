@@ -208,7 +208,7 @@ PROGRAMS = {
     "grpo": "--kl_coef=1000",
     "kl_in_loss": "--kl_loss_coef=1000",
     "ppo_penalty": "--penalty=1000",
-    "reinforce": "--total",
+    "reinforce": "--no-resume",
     "rloo": "--group_size=2",
 }
 

@@ -20,16 +20,22 @@ import train_ppo
 
 
 @dataclass
-class GroupConfig(train_ppo.Config):
-    """For algorithms that compare the responses to a prompt with each other, not with a value."""
+class NoValuesConfig(train_ppo.Config):
+    """For algorithms without a value function."""
 
-    group_size: int = 4  # responses to each prompt
     gamma: ClassVar[float] = 1.0  # a ClassVar is no flag
     lam: ClassVar[float] = 1.0
     whiten: ClassVar[bool] = False
     vf_coef: ClassVar[float] = 0.0
     value_clip: ClassVar[float] = 0.0
     value_lr: ClassVar[float] = 0.0
+
+
+@dataclass
+class GroupConfig(NoValuesConfig):
+    """For algorithms that compare the responses to a prompt with each other."""
+
+    group_size: int = 4  # responses to each prompt
 
     def __post_init__(self):
         super().__post_init__()
