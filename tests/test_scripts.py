@@ -222,28 +222,24 @@ def test_a_run_killed_at_random_ends_with_the_same_bytes(stage, monkeypatch):
     assert set(contents(out)) == {f"{stage}.pt", f"{stage}.jsonl", f"{stage}_state.pt"}
 
 
-def test_an_overwritten_run_and_a_moving_beta_are_resumed(monkeypatch):
-    def double(kl_coef, kl, config):
-        if config.overwrite and kl_coef == 2:
-            raise KeyboardInterrupt
-        return 2 * kl_coef
-
+def test_an_overwritten_run_is_resumed_in_other_pieces(monkeypatch):
     def phase_3(batch, config):
-        used.append(config.kl_coef)
+        steps.append(config.overwrite)
+        if len(steps) == 3:
+            raise KeyboardInterrupt
         return compute_advantages(batch, config)
 
-    used = []
+    steps = []
     monkeypatch.setattr(Record, "save_if_due", Record.save)
-    functions = {"next_kl_coef": double, "compute_advantages": phase_3}
-    settings = {"functions": functions, "steps": 4}
-    train("ppo", "out/beta", steps=3)
+    settings = {"functions": {"compute_advantages": phase_3}, "steps": 4}
+    train("ppo", "out/again", steps=3)
     with pytest.raises(KeyboardInterrupt):
-        train("ppo", "out/beta", overwrite=True, **settings)
-    assert not Path("out/beta/ppo.pt").exists()  # it was that of the run before
+        train("ppo", "out/again", overwrite=True, **settings)
+    assert not Path("out/again/ppo.pt").exists()  # it was that of the run before
     settings |= {"policy": "out/ppo.pt", "micro_batch": 9, "sample_batch": 8}  # these may change
-    lines = train("ppo", "out/beta", resume=True, **settings)
-    assert [line["kl_coef"] for line in lines] == [0.5, 1, 2, 4]
-    assert used == [0.5, 1, 2, 2, 4]
+    lines = train("ppo", "out/again", resume=True, **settings)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert steps == [True, True, True, False, False]
 
 
 def test_an_existing_run_is_not_touched_unasked():
