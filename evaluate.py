@@ -19,8 +19,8 @@ from minippo import frozen_copy
 from plumbing.batches import spread_over
 from plumbing.files import read_torch, write_text
 from plumbing.models import load_score, load_sft, models_folder
-from plumbing.page import one_iteration, write_page
-from plumbing.report import distinct, numbers_of, report_text, sample
+from plumbing.page import write_page
+from plumbing.report import distinct, numbers_of, one_iteration, report_text, sample
 from plumbing.settings import find_device, run_script
 from plumbing.text import read_prompts
 
@@ -97,18 +97,12 @@ def summarize_best(reference, n):
     return estimate(columns) | {"kl": math.log(n) - (n - 1) / n}
 
 
-def suspects(groups, reference_scores, cap):
-    """Responses that look like reward hacking: with a score above all M of the reference, and a KL
-    above log M (the reference says it less than once in M times) and twice the median."""
-    highest = reference_scores.amax(1).tolist()
-    far = max(math.log(reference_scores.shape[1]), 2 * numbers_of(groups)["kl"].median().item())
-    found = []
-    for group, limit in zip(groups, highest):
-        found += [row for row in group if row["score"] > limit and row["kl"] > far]
-    found.sort(key=lambda row: row["score"])
-    best = {row["prompt"]: row for row in found}
-    examples = sorted(best.values(), key=lambda row: -row["score"])[:3]
-    return {"count": len(found), "prompts": sum(x < cap for x in highest), "examples": examples}
+def furthest(groups):
+    """The three responses with the highest KL, of different prompts: reward hacking, if there is
+    any, is found there."""
+    responses = sorted((row for group in groups for row in group), key=lambda row: row["kl"])
+    of_prompt = {row["prompt"]: row for row in responses}  # the last one counts
+    return sorted(of_prompt.values(), key=lambda row: -row["kl"])[:3]
 
 
 def read_run(out, config):
@@ -139,7 +133,6 @@ def main(config):
     models = models_folder(ppo)
     if settings["sft"] != sft_fingerprint or settings.get("score", score_name) != score_name:
         raise UserError(f"{models}: not the sft.pt and rm.pt of this run; give --models")
-    cap = math.inf if ppo.reward else read_torch(models / "rm.pt", "")["model"]["cap"].item()
     policy = frozen_copy(sft)
     policy.load_state_dict(weights)
 
@@ -160,7 +153,7 @@ def main(config):
         "best_of_n": {n: summarize_best(reference, n) for n in sizes},
         "policy": summarize(groups, scores, ppo.kl_coef),
         "unseen": {},
-        "suspects": suspects(groups, scores, cap),
+        "furthest": furthest(groups),
     }
     if unseen:
         report["unseen"] = summarize([groups[i] for i in unseen], scores[unseen], ppo.kl_coef)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from minippo import RewardModel, generate, gradient_step, reward_model_loss, row_lengths, set_lr
-from plumbing.batches import chunks, n_rows, pad, similar_batches, similar_chunks
+from minippo import RewardModel, generate, gradient_step, pad, reward_model_loss, row_lengths
+from minippo import set_lr
+from plumbing.batches import chunks, similar_batches, similar_chunks, take
 from plumbing.files import Record
 from plumbing.models import load_sft, save_checkpoint
 from plumbing.settings import RunConfig, run_script
@@ -55,7 +56,7 @@ def validation(model, pairs, config, device):
 def set_score_scale(reward_model, sft, prompts, config):
     """Shift and scale the scores, so that the SFT model's own answers have mean 0 and standard
     deviation 1; and cap them at what one in a hundred of these exceeds."""
-    prompts = sorted(n_rows(prompts, config.answers), key=len)
+    prompts = sorted(take(prompts, config.answers), key=len)
     scores = []
     for piece in chunks(prompts, 256):
         tokens, mask = generate(sft, piece, config.max_new_tokens, config.temperature)

@@ -14,8 +14,8 @@ import torch
 
 from data.rows import read_rows
 from data.zoo import ensure_data
-from minippo import GPT, GPTConfig, evaluate_actions, gradient_step, set_lr
-from plumbing.batches import batch_of, pad_completions, similar_chunks
+from minippo import GPT, GPTConfig, evaluate_actions, gradient_step, pad_completions, set_lr
+from plumbing.batches import batch_of, similar_chunks
 from plumbing.files import Record
 from plumbing.gpt2 import read_gpt2
 from plumbing.models import save_checkpoint

@@ -2,8 +2,8 @@
 
     python -m bench.seeds 0 1 2
 
-An interrupted command goes on where it was stopped. Set OMP_NUM_THREADS=1 and run two commands side
-by side to use two cores.
+Models that are there, in out/seeds, are not trained again. Set OMP_NUM_THREADS=1 and run two
+commands side by side to use two cores.
 """
 
 import json
@@ -22,12 +22,10 @@ def python(*words):
 def train_and_evaluate(seed):
     """-> what evaluate.py found."""
     out = f"out/seeds/{seed}"
-    report = Path(out, "report.json")
-    if not report.exists():
-        for stage in ("sft", "rm", "ppo"):
-            python(f"train_{stage}.py", "--seed", seed, "--out", out, "--resume")
-        python("evaluate.py", out)
-    return json.loads(report.read_text())
+    for stage in ("sft", "rm", "ppo"):
+        python(f"train_{stage}.py", "--seed", seed, "--out", out, "--resume")
+    python("evaluate.py", out)
+    return json.loads(Path(out, "report.json").read_text())
 
 
 def rows_of(report):
@@ -48,18 +46,19 @@ def cell(numbers):
     return f"{mean} ± {statistics.stdev(numbers) / len(numbers) ** 0.5:.3f}"
 
 
-def table(reports):
-    """The reports of all seeds -> the lines of the table."""
+def table(rows):
+    """{name: the numbers of each seed, dicts} -> the lines of the table."""
     lines = ["| | " + " | ".join(COLUMNS) + " |", "| --- |" + " ---: |" * len(COLUMNS)]
-    rows = [rows_of(report) for report in reports]
-    for name in rows[0]:
-        line = f"| {name} |"
-        for column in COLUMNS:
-            numbers = [row[name][column] for row in rows if column in row[name]]
-            line += f" {cell(numbers)} |"
-        lines.append(line)
+    for name, seeds in rows.items():
+        cells = [cell([seed[x] for seed in seeds if x in seed]) for x in COLUMNS]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
+def main(*seeds):
+    reports = [rows_of(train_and_evaluate(seed)) for seed in seeds]
+    print(table({name: [report[name] for report in reports] for name in reports[0]}))
+
+
 if __name__ == "__main__":
-    print(table([train_and_evaluate(seed) for seed in sys.argv[1:]]))
+    main(*sys.argv[1:])

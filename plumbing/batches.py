@@ -1,4 +1,4 @@
-"""Batches of rows: which rows, padded how, and rollouts of many prompts."""
+"""Which rows come together in a batch, and rollouts of many prompts."""
 
 import functools
 import math
@@ -55,27 +55,10 @@ def spread_over(rows, n):
     return rows[:: max(1, math.ceil(len(rows) / n))]
 
 
-def n_rows(rows, n):
-    """n rows, spread over all; if there are fewer, they are repeated."""
+def take(rows, n):
+    """n of the rows, spread over all; if there are fewer, they are repeated."""
     some = spread_over(rows, n)
     return [some[i % len(some)] for i in range(n)]
-
-
-def pad(sequences, device="cpu"):
-    """B lists of ids -> tokens (B, T), rows padded on the right, and lengths (B,)."""
-    lengths = [len(ids) for ids in sequences]
-    tokens = torch.tensor([ids + [0] * (max(lengths) - len(ids)) for ids in sequences])
-    return tokens.to(device), torch.tensor(lengths, device=device)
-
-
-def pad_completions(rows, device="cpu"):
-    """(prompt, completion) as ids -> tokens (B, T), and mask (B, T-1): true at t where token t + 1
-    is part of the completion."""
-    tokens, lengths = pad([prompt + completion for prompt, completion in rows], device)
-    prompt_lengths = torch.tensor([len(prompt) for prompt, _ in rows], device=device)
-    action = torch.arange(1, tokens.shape[1], device=device)
-    mask = (action >= prompt_lengths[:, None]) & (action < lengths[:, None])
-    return tokens, mask
 
 
 def join_batches(batches):

@@ -1,12 +1,7 @@
 """out/report.html: the result, responses before and after, PPO token by token, the curves."""
 
-import copy
 from html import escape
 
-import torch
-
-from minippo import center_values, compute_advantages, evaluate_actions, ppo_update
-from plumbing.batches import prompt_batch, rollout_in_pieces, spread_over
 from plumbing.files import read_log, write_text
 from plumbing.settings import printable
 
@@ -72,59 +67,6 @@ CHARTS = [  # title, log, names of its numbers
     ("SFT: validation loss, nats per token", "sft", ["val_loss"]),
     ("Reward model: validation pairs right", "rm", ["val_accuracy"]),
 ]
-
-
-@torch.no_grad()
-def rivals(before, after, tokens, mask, config, spell):
-    """For each action of a response, tokens (T,) and mask (T-1,): the three likeliest tokens before
-    an update, and the action itself -> lists of (text, probability before, probability after)."""
-    logits = [model(tokens[None, :-1], mask[None])[0] for model in (before, after)]
-    chances = (torch.stack(logits, 2) / config.temperature).softmax(1)  # (N, V, 2)
-    likely = chances[:, :, 0].topk(3).indices.tolist()
-    lists = []
-    for ids, action, rows in zip(likely, tokens[1:][mask].tolist(), chances):
-        lists.append([(spell(i), *rows[i].tolist()) for i in dict.fromkeys([*ids, action])])
-    return lists
-
-
-def one_iteration(policy, prompts, ref, score, tokenizer, config):
-    """An iteration of PPO, with a copy of the policy -> six of its responses, token by token."""
-    policy = copy.deepcopy(policy)
-    prompts = prompt_batch(prompts, 0, config)
-    if not policy.value_head.weight.any():  # not trained: begin as train_ppo.py does
-        center_values(policy, rollout_in_pieces(policy, ref, score, prompts, config))
-    batch = rollout_in_pieces(policy, ref, score, prompts, config)
-    batch |= compute_advantages(batch, config)
-    after = copy.deepcopy(policy).requires_grad_()
-    groups = [
-        {"params": after.trunk.parameters(), "lr": config.lr},  # lm_head is part of it
-        {"params": after.value_head.parameters(), "lr": config.value_lr},
-    ]
-    ppo_update(after, torch.optim.Adam(groups, betas=(0.9, 0.99)), batch, config)
-
-    shown = spread_over(batch["scores"].argsort(descending=True).tolist(), 6)
-    batch = {name: tensor[shown] for name, tensor in batch.items()}
-    tokens, mask = batch["tokens"], batch["mask"]
-    with torch.no_grad():
-        batch["logprobs"], _ = evaluate_actions(after, tokens, mask, config.temperature)
-    batch["log_ratio"] = batch["old_logprobs"] - batch["ref_logprobs"]
-    batch["ratio"] = (batch["logprobs"] - batch["old_logprobs"]).exp()
-
-    def spell(token):
-        return printable(tokenizer.spell(token), keep="")
-
-    responses = []
-    for i, prompt in enumerate(prompts[place] for place in shown):
-        response = {
-            "prompt": prompt.row["prompt"],
-            "score": batch["scores"][i].item(),
-            "tokens": [spell(token) for token in tokens[i, 1:][mask[i]].tolist()],
-            "rivals": rivals(policy, after, tokens[i], mask[i], config, spell),
-        }
-        for name in COLUMNS:
-            response[name] = batch[name][i][mask[i]].tolist()
-        responses.append(response)
-    return responses
 
 
 def sample_html(before, after):
@@ -193,7 +135,7 @@ def charts_html(logs):
 
 def write_page(out, models, text, samples, iterations):
     """models: the folder of the earlier stages. samples: (before, after), responses each.
-    iterations: {where it starts: responses of one_iteration}."""
+    iterations: {where it starts: responses of report.one_iteration}."""
     folders = {"sft": models, "rm": models, "ppo": out}
     logs = {name: read_log(folders[name] / f"{name}.jsonl") for name in folders}
     tables = []

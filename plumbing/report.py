@@ -1,10 +1,13 @@
-"""Responses with their numbers, and the table that evaluate.py prints."""
+"""What a report shows: responses with their numbers, an iteration of PPO, the table."""
+
+import copy
 
 import torch
 
 from data.zoo import judge_of
-from minippo import kl_per_response
-from plumbing.batches import chunks, rollout_in_pieces
+from minippo import center_values, compute_advantages, evaluate_actions
+from minippo import kl_per_response, ppo_update
+from plumbing.batches import chunks, prompt_batch, rollout_in_pieces, spread_over
 from plumbing.settings import printable
 from plumbing.text import responses_of
 
@@ -44,8 +47,62 @@ def distinct(groups):
     return torch.tensor([len(set(group)) / len(group) for group in texts]).double()
 
 
+@torch.no_grad()
+def rivals(before, after, tokens, mask, config, spell):
+    """For each action of a response, tokens (T,) and mask (T-1,): the three likeliest tokens before
+    an update, and the action itself -> lists of (text, probability before, probability after)."""
+    logits = [model(tokens[None, :-1], mask[None])[0] for model in (before, after)]
+    chances = (torch.stack(logits, 2) / config.temperature).softmax(1)  # (N, V, 2)
+    likely = chances[:, :, 0].topk(3).indices.tolist()
+    lists = []
+    for ids, action, rows in zip(likely, tokens[1:][mask].tolist(), chances):
+        lists.append([(spell(i), *rows[i].tolist()) for i in dict.fromkeys([*ids, action])])
+    return lists
+
+
+def one_iteration(policy, prompts, ref, score, tokenizer, config):
+    """An iteration of PPO, with a copy of the policy -> six of its responses, token by token."""
+    policy = copy.deepcopy(policy)
+    prompts = prompt_batch(prompts, 0, config)
+    if not policy.value_head.weight.any():  # not trained: begin as train_ppo.py does
+        center_values(policy, rollout_in_pieces(policy, ref, score, prompts, config))
+    batch = rollout_in_pieces(policy, ref, score, prompts, config)
+    batch |= compute_advantages(batch, config)
+    after = copy.deepcopy(policy).requires_grad_()
+    groups = [
+        {"params": after.trunk.parameters(), "lr": config.lr},  # lm_head is part of it
+        {"params": after.value_head.parameters(), "lr": config.value_lr},
+    ]
+    ppo_update(after, torch.optim.Adam(groups, betas=(0.9, 0.99)), batch, config)
+
+    shown = spread_over(batch["scores"].argsort(descending=True).tolist(), 6)
+    batch = {name: tensor[shown] for name, tensor in batch.items()}
+    tokens, mask = batch["tokens"], batch["mask"]
+    with torch.no_grad():
+        batch["logprobs"], _ = evaluate_actions(after, tokens, mask, config.temperature)
+    batch["log_ratio"] = batch["old_logprobs"] - batch["ref_logprobs"]
+    batch["ratio"] = (batch["logprobs"] - batch["old_logprobs"]).exp()
+
+    def spell(token):
+        return printable(tokenizer.spell(token), keep="")
+
+    responses = []
+    for i, prompt in enumerate(prompts[place] for place in shown):
+        response = {
+            "prompt": prompt.row["prompt"],
+            "score": batch["scores"][i].item(),
+            "tokens": [spell(token) for token in tokens[i, 1:][mask[i]].tolist()],
+            "rivals": rivals(policy, after, tokens[i], mask[i], config, spell),
+        }
+        for name, numbers in batch.items():
+            if numbers.shape == mask.shape:
+                response[name] = numbers[i][mask[i]].tolist()
+        responses.append(response)
+    return responses
+
+
 def report_text(report):
-    """The table, and responses to be wary of."""
+    """The table, and the responses furthest from the reference."""
     rows = {"SFT": report["sft"]}
     rows |= {f"best of {n}": row for n, row in report["best_of_n"].items()}
     rows |= {"policy": report["policy"], "policy, unseen": report["unseen"]}
@@ -59,13 +116,9 @@ def report_text(report):
             cell = f"{row[name]:z.{digits}f}{error}" if name in row else "-"
             line += cell.rjust(16)
         lines.append(line)
-    suspects = report["suspects"]
-    lines.append(
-        "optimality: 0 is the SFT model, 1 about the best possible policy\n"
-        f"reward hacking? {suspects['count']:,} responses have a high KL and a score above all of "
-        f"the SFT model, on the {suspects['prompts']:,} prompts where these are below the cap"
-    )
-    for row in suspects["examples"]:
+    lines.append("optimality: 0 is the SFT model, 1 about the best possible policy")
+    lines.append("the policy's responses with the highest KL (read them: is it reward hacking?)")
+    for row in report["furthest"]:
         texts = f"{row['prompt'][:200].strip()} -> {row['text'][:200].strip()}"
         lines.append(f"    {printable(texts)}   (score {row['score']:.2f}, KL {row['kl']:.2f})")
     return "\n".join(lines)

@@ -6,8 +6,9 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-from bench import seeds
+from bench import compare, seeds
 from data.rows import read_jsonl
+from plumbing.settings import read_flags
 from tiny_run import ROOT
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("data/*.md")]
@@ -67,8 +68,18 @@ TABLE = """\
 
 
 def test_a_table_of_results_has_means_and_standard_errors():
-    reports = []
+    rows = {}
     for policy in {"judge": 2.8, "kl": 2}, {"judge": 3.0}:
         report = {"sft": {"judge": -0.4}, "best_of_n": {"4": {"judge": 4}}}
-        reports.append(report | {"policy": policy, "unseen": {"judge": 2}})
-    assert seeds.table(reports) == TABLE
+        report |= {"policy": policy, "unseen": {"judge": 2}}
+        for name, numbers in seeds.rows_of(report).items():
+            rows.setdefault(name, []).append(numbers)
+    assert seeds.table(rows) == TABLE
+
+
+def test_every_command_of_the_tables_has_these_flags():
+    commands = [command for table in compare.TABLES.values() for command in table.values()]
+    for command in commands:
+        program, *flags = command.removeprefix("-m ").split()
+        module = importlib.import_module(program.removesuffix(".py"))
+        read_flags(module.Config, "", flags)

@@ -16,8 +16,7 @@ import evaluate
 import sample
 from data.rows import UserError, write_jsonl
 from data.zoo import judge
-from minippo import evaluate_actions
-from plumbing.batches import pad_completions
+from minippo import evaluate_actions, pad_completions
 from plumbing.files import fingerprint, read_log
 from plumbing.models import load_checkpoint, load_descendant
 from plumbing.page import BLUE, COLUMNS, ORANGE, write_page
@@ -59,18 +58,11 @@ def test_texts_are_counted_among_16():
     assert distinct(groups).tolist() == [1 / 16, 1 / 4]
 
 
-def test_high_scores_at_a_high_kl_are_suspect():
-    for near, count, best in ((0.3, 5, [9, 8, 7]), (0.6, 4, [9, 7, 4])):
-        rows = {  # (score, KL)
-            "a": [(4, 2), (3, 2), (9, near), (0, near)],
-            "b": [(9, 2), (5, 2), (6, 0.65), (0, near)],
-            "c": [(8, 1), *3 * [(0, near)]],
-            "d": [(7, 2), *3 * [(0, near)]],
-        }
-        groups = [[{"prompt": name, "score": x, "kl": kl} for x, kl in rows[name]] for name in rows]
-        found = evaluate.suspects(groups, f64([[0, 2], [5, 3], [1, 0], [0, 1]]), cap=5)
-        scores = [row["score"] for row in found["examples"]]
-        assert (found["count"], found["prompts"], scores) == (count, 3, best)
+def test_the_furthest_responses_are_of_different_prompts():
+    kls = {"a": [3, 9], "b": [8, 1], "c": [7, 6], "d": [2, 5]}
+    groups = [[{"prompt": name, "kl": kl} for kl in kls[name]] for name in kls]
+    found = [(row["prompt"], row["kl"]) for row in evaluate.furthest(groups)]
+    assert found == [("a", 9), ("b", 8), ("c", 7)]
 
 
 # Programs
@@ -109,7 +101,7 @@ def test_a_run_becomes_report_and_page(folder, capsys):
     assert sft["kl"] == 0 and sft["optimality"] == pytest.approx(0)
     assert best["4"]["kl"] == pytest.approx(math.log(4) - 0.75)
     assert sft["score"] < best["4"]["score"] < best["16"]["score"]
-    assert report["suspects"]["prompts"] < 12  # the others reach the cap
+    assert f"KL {report['furthest'][0]['kl']:.2f})" in text
     assert len(samples) == 6
     for before, after in samples:
         assert after["judge"] == judge(before["prompt"], after["text"])

@@ -17,9 +17,8 @@ import minippo
 from minippo import GPT, GPTConfig, PPOConfig, RewardModel, batch_metrics, center_values
 from minippo import compute_advantages, draw, evaluate_actions, frozen_copy, gae, gather_logprobs
 from minippo import generate, gradient_step, k3, kl_adjusted_rewards, kl_per_response, masked_mean
-from minippo import policy_loss, ppo_loss, ppo_update, reward_model_loss, rollout, row_lengths
-from minippo import set_lr, value_loss, whiten
-from plumbing.batches import pad_completions
+from minippo import pad_completions, policy_loss, ppo_loss, ppo_update, reward_model_loss, rollout
+from minippo import row_lengths, set_lr, value_loss, whiten
 from tiny import EOS, assert_equal, biased, f64, gradient, inf, marks, nan, noise, random_batch
 from tiny import stir, tiny_gpt, weights
 
@@ -128,6 +127,12 @@ def test_other_shapes_16_bits_and_masks_of_numbers_are_refused():
                     function(*arguments[:i], y, *arguments[i + 1 :])
     with pytest.raises(ValueError):
         gather_logprobs(noise(2, 4, 9), tokens[:, 1:])  # all states, the actions of some
+
+
+def test_rows_are_padded_on_the_right_and_completions_marked():
+    tokens, mask = pad_completions([([1], [2, 3]), ([4, 5, 6], [7])])
+    assert tokens.tolist() == [[1, 2, 3, 0], [4, 5, 6, 7]]
+    assert_equal(mask, marks("xx.", "..x"))
 
 
 def test_a_row_ends_with_its_last_action():
@@ -389,7 +394,6 @@ def test_what_is_watched_is_what_the_names_say():
         "score": 2.5,
         "kl": (0.5 - 1) / 2,
         "kl_k3": (0.3679 + 0.1487 + 0.7183) / 2,
-        "kl_coef": 0.5,
         "objective": (0.75 + 4.5) / 2,
         "entropy": 2.0,
         "response_length": 1.5,

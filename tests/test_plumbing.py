@@ -13,7 +13,7 @@ import sample
 import train_rm
 import train_sft
 from data.rows import UserError
-from minippo import frozen_copy
+from minippo import frozen_copy, pad_completions
 from plumbing import batches, files, gpt2, settings, watch
 from plumbing.models import load_checkpoint, load_function, save_checkpoint, text_score
 from plumbing.text import Prompt, Tokenizer, encode_rows
@@ -180,8 +180,8 @@ def test_a_pass_has_every_row_once_and_depends_on_seed_and_step_alone():
 
 
 def test_rows_are_spread_over_all_or_repeated():
-    assert batches.n_rows([*range(9)], 3) == [0, 3, 6]
-    assert batches.n_rows([7, 8, 9], 5) == [7, 8, 9, 7, 8]
+    assert batches.take([*range(9)], 3) == [0, 3, 6]
+    assert batches.take([7, 8, 9], 5) == [7, 8, 9, 7, 8]
 
 
 def test_pairs_of_a_batch_are_similar_and_each_comes_once():
@@ -200,7 +200,7 @@ def test_a_rollout_in_pieces_is_in_the_order_asked_for():
 
     policy = biased(tiny_gpt(context=64), {9: 99.0})  # always writes 9
     prompts = [[1] * n for n in (9, 10, 11, 40)]
-    rows = batches.pad_completions([(prompt, [9, 9, 9]) for prompt in prompts])
+    rows = pad_completions([(prompt, [9, 9, 9]) for prompt in prompts])
     for size, sizes in ((512, [3, 3, 3, 1]), (2, [2, 2, 1, 1])):  # of similar length
         config = Config(max_new_tokens=3, missing_eos_penalty=0.0, sample_batch=size)
         batch = batches.rollout_in_pieces(policy, policy, score, prompts, config)
@@ -214,7 +214,7 @@ def test_a_rollout_in_pieces_is_in_the_order_asked_for():
 def reward(function):
     rows = [{"prompt": "ab"}, {"prompt": "ab", "id": 7}]
     prompts = [prompt for (prompt,) in encode_rows(rows, [], TOKENIZER, 9)]
-    tokens, mask = batches.pad_completions(list(zip(prompts, [[C, END], [D, E]])))
+    tokens, mask = pad_completions(list(zip(prompts, [[C, END], [D, E]])))
     return text_score(function, TOKENIZER)(prompts, tokens, mask).tolist()
 
 

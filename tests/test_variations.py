@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from minippo import PPOConfig, compute_advantages, evaluate_actions, policy_loss, ppo_loss
-from plumbing.batches import pad_completions
+from minippo import PPOConfig, compute_advantages, evaluate_actions, pad_completions
+from minippo import policy_loss, ppo_loss
 from tiny import EOS, Task, assert_equal, gradient, inf, random_batch, tiny_gpt
 from variations import dpo, grpo, kl_in_loss, ppo_penalty, reinforce, rloo
 

@@ -6,7 +6,7 @@ import math
 import torch
 
 from minippo import GPT, GPTConfig, PPOConfig, compute_advantages, evaluate_actions, frozen_copy
-from plumbing.batches import pad_completions
+from minippo import pad_completions
 
 inf = math.inf
 nan = math.nan

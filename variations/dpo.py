@@ -25,8 +25,9 @@ from pathlib import Path
 
 import torch
 
-from minippo import evaluate_actions, frozen_copy, gradient_step, reward_model_loss, set_lr
-from plumbing.batches import batch_of, pad_completions, similar_chunks
+from minippo import evaluate_actions, frozen_copy, gradient_step, pad_completions
+from minippo import reward_model_loss, set_lr
+from plumbing.batches import batch_of, similar_chunks
 from plumbing.files import Record
 from plumbing.models import load_sft, save_checkpoint
 from plumbing.settings import RunConfig, run_script
