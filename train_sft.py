@@ -46,8 +46,8 @@ def new_model(config, rows):
         return read_gpt2(config.init, config.bfloat16)
     texts = [row[name] for row in rows for name in ("prompt", "completion")]
     tokenizer = Tokenizer.train(texts, config.vocab_size)
-    size = config.context, config.layers, config.heads, config.channels, config.bfloat16
-    return GPT(GPTConfig(tokenizer.vocab_size, *size)), tokenizer
+    size = config.layers, config.heads, config.channels, config.bfloat16
+    return GPT(GPTConfig(tokenizer.vocab_size, config.context, *size)), tokenizer
 
 
 @torch.no_grad()

@@ -51,8 +51,8 @@ def test_the_manuals_recipes_write_rows(tmp_path, monkeypatch):
     Path("hh.jsonl").write_text(json.dumps(pair) + "\n")
     exec(recipe, {})
     chat = {"prompt": "system: Be kind.\nuser: Hello\nassistant:", "completion": " Good day!"}
-    assert read_jsonl("mine/sft_train.jsonl") == [chat]
-    pairs = read_jsonl("mine/pref_train.jsonl") + read_jsonl("mine/pref_val.jsonl")
+    assert read_jsonl("chats/sft_train.jsonl") == [chat]
+    pairs = read_jsonl("hh/pref_train.jsonl") + read_jsonl("reviews/pref_train.jsonl")
     assert len(pairs) == 2
     assert {"prompt": "Why?\n", "chosen": "Well, so.", "rejected": "No."} in pairs
     assert {"prompt": talk, "chosen": " Sure.", "rejected": " Never."} in pairs

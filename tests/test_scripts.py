@@ -199,6 +199,10 @@ def test_a_gradient_clipped_to_0_teaches_nothing_and_another_seed_begins_elsewhe
 # Runs that are stopped
 
 
+def last_step(path):
+    return max((line["step"] for line in read_log(path)), default=-1)
+
+
 @for_each_stage
 def test_a_run_killed_at_random_ends_with_the_same_bytes(stage, monkeypatch):
     monkeypatch.setattr(Record, "save_if_due", Record.save)
@@ -206,10 +210,13 @@ def test_a_run_killed_at_random_ends_with_the_same_bytes(stage, monkeypatch):
     out = Path(f"out/killed_{stage}")
     out.mkdir()
     resume = functools.partial(train, stage, out, resume=True)
-    for number in (signal.SIGKILL, signal.SIGINT):
+    for number, steps in ((signal.SIGKILL, range(20)), (signal.SIGINT, range(20, 40))):
         process = get_context("fork").Process(target=resume)
         process.start()
-        time.sleep(random.uniform(0.1, 0.6))
+        step = random.choice(steps)
+        while process.is_alive() and last_step(out / f"{stage}.jsonl") not in range(step, 999):
+            time.sleep(0.01)
+        time.sleep(random.uniform(0, 0.05))
         os.kill(process.pid, number)
         process.join(60)
         assert process.exitcode < 0 or process.exitcode == 1  # killed, or stopped by Ctrl-C
