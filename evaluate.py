@@ -18,7 +18,7 @@ from data.rows import UserError
 from minippo import frozen_copy
 from plumbing.batches import spread_over
 from plumbing.files import read_torch, write_text
-from plumbing.models import load_score, load_sft, models_folder
+from plumbing.models import fingerprint, load_score, load_sft, models_folder
 from plumbing.page import write_page
 from plumbing.report import distinct, numbers_of, one_iteration, report_text, sample
 from plumbing.settings import find_device, run_script
@@ -128,17 +128,20 @@ def main(config):
     out = config.folder
     device = find_device(config.device)
     ppo, settings, weights = read_run(out, config)
-    sft, tokenizer, sft_fingerprint = load_sft(ppo, device)
-    score, score_name = load_score(ppo, sft_fingerprint, tokenizer, device)
+    sft, tokenizer = load_sft(ppo, device)
+    score = load_score(ppo, tokenizer, device)
     models = models_folder(ppo)
-    if settings["sft"] != sft_fingerprint or settings.get("score", score_name) != score_name:
+    same_score = ppo.reward or settings.get("score") in (
+        None,
+        fingerprint(ppo, "rm.pt"),
+    )  # DPO: None
+    if settings["sft"] != fingerprint(ppo, "sft.pt") or not same_score:
         raise UserError(f"{models}: not the sft.pt and rm.pt of this run; give --models")
     policy = frozen_copy(sft)
     policy.load_state_dict(weights)
 
-    limits = sft.config.context, ppo.max_new_tokens
-    training_prompts = read_prompts(ppo.data, "train", tokenizer, *limits)
-    prompts = read_prompts(ppo.data, "val", tokenizer, *limits)
+    training_prompts = read_prompts(ppo, "train", tokenizer, sft.config.context)
+    prompts = read_prompts(ppo, "val", tokenizer, sft.config.context)
     torch.manual_seed(config.seed)
     prompts = [prompts[i] for i in torch.randperm(len(prompts))[: config.prompts]]
     prompts.sort(key=len)  # for speed

@@ -22,7 +22,7 @@ from minippo import frozen_copy, ppo_loss, ppo_update, set_lr
 from plumbing import watch
 from plumbing.batches import prompt_batch, rollout_in_pieces
 from plumbing.files import Record
-from plumbing.models import load_descendant, load_score, load_sft, save_checkpoint
+from plumbing.models import fingerprint, load_from_same_sft, load_score, load_sft, save_checkpoint
 from plumbing.settings import RunConfig, run_script
 from plumbing.text import read_prompts
 
@@ -54,13 +54,12 @@ class Config(PPOConfig, RunConfig):
 def train(config, compute_advantages=compute_advantages, loss=ppo_loss):
     """PPO. The files of variations/ pass functions of their own."""
     device = config.prepare("ppo")  # refuses to replace a run unasked; sets the seed
-    policy, tokenizer, sft_fingerprint = load_sft(config, device)
+    policy, tokenizer = load_sft(config, device)
     ref = frozen_copy(policy)
     if config.policy:  # must stem from the same SFT model
-        policy = load_descendant(config.policy, ["ppo", "sft"], sft_fingerprint, device)
-    score, score_name = load_score(config, sft_fingerprint, tokenizer, device)
-    context = policy.config.context
-    prompts = read_prompts(config.data, "train", tokenizer, context, config.max_new_tokens)
+        policy = load_from_same_sft(config.policy, ["ppo", "sft"], config, device)
+    score = load_score(config, tokenizer, device)
+    prompts = read_prompts(config, "train", tokenizer, policy.config.context)
     judge = judge_of(config.data)  # None for other data than the default; nothing trains on it
 
     groups = [
@@ -69,7 +68,8 @@ def train(config, compute_advantages=compute_advantages, loss=ppo_loss):
     ]
     # Adam's usual 0.999 averages over a thousand steps: too slow for a short run.
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
-    inputs = {"prompts": len(prompts), "sft": sft_fingerprint, "score": score_name}
+    inputs = {"prompts": len(prompts), "sft": fingerprint(config, "sft.pt")}
+    inputs["score"] = config.reward or fingerprint(config, "rm.pt")
     record = Record(config, "ppo", config.steps, policy, optimizer, **inputs)
     first = record.begin(config.resume)
     if first == 0:
@@ -91,8 +91,7 @@ def train(config, compute_advantages=compute_advantages, loss=ppo_loss):
         record.log(step + 1, stats, show=["score", "judge", "kl", "entropy", "eos_rate"])
         record.save_if_due(step + 1)
 
-    metadata = {"sft": sft_fingerprint, "settings": record.settings}
-    save_checkpoint(config.out / "ppo.pt", "ppo", policy, tokenizer, **metadata)
+    save_checkpoint(config.out / "ppo.pt", policy, tokenizer, record.settings)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from minippo import RewardModel, generate, gradient_step, pad, reward_model_loss
 from minippo import set_lr
 from plumbing.batches import chunks, similar_batches, similar_chunks, take
 from plumbing.files import Record
-from plumbing.models import load_sft, save_checkpoint
+from plumbing.models import fingerprint, load_sft, save_checkpoint
 from plumbing.settings import RunConfig, run_script
 from plumbing.text import read_ids, read_prompts
 
@@ -54,8 +54,8 @@ def validation(model, pairs, config, device):
 
 @torch.no_grad()
 def set_score_scale(reward_model, sft, prompts, config):
-    """Shift and scale the scores, so that the SFT model's own answers have mean 0 and standard
-    deviation 1; and cap them at what one in a hundred of these exceeds."""
+    """Scores of the SFT model's own answers get mean 0, standard deviation 1 and a cap, which one
+    in a hundred of them exceeds."""
     prompts = sorted(take(prompts, config.answers), key=len)
     scores = []
     for piece in chunks(prompts, 256):
@@ -69,18 +69,18 @@ def set_score_scale(reward_model, sft, prompts, config):
 
 def train(config):
     device = config.prepare("rm")  # sets the seed
-    sft, tokenizer, sft_fingerprint = load_sft(config, device)
-    context = sft.config.context
-    pairs = read_ids(config.data, "pref", "train", tokenizer, context)
-    val_pairs = read_ids(config.data, "pref", "val", tokenizer, context)
-    prompts = read_prompts(config.data, "train", tokenizer, context, config.max_new_tokens)
+    sft, tokenizer = load_sft(config, device)
+    pairs = read_ids(config.data, "pref", "train", tokenizer, sft.config.context)
+    val_pairs = read_ids(config.data, "pref", "val", tokenizer, sft.config.context)
+    prompts = read_prompts(config, "train", tokenizer, sft.config.context)
     steps = min(config.steps, math.ceil(config.epochs * len(pairs) / config.batch_size))
     batches = similar_batches(pairs, steps, config.batch_size, config.seed)
 
-    model = RewardModel(sft).to(device).train()
+    model = RewardModel(sft).to(device)
     groups = [{"params": model.parameters(), "peak": config.lr}]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
-    record = Record(config, "rm", steps, model, optimizer, pairs=len(pairs), sft=sft_fingerprint)
+    inputs = {"pairs": len(pairs), "sft": fingerprint(config, "sft.pt")}
+    record = Record(config, "rm", steps, model, optimizer, **inputs)
     first = record.begin(config.resume)
 
     for step in range(first, steps):
@@ -103,7 +103,7 @@ def train(config):
     stats = validation(model, val_pairs, config, device)
     torch.manual_seed(config.seed)
     set_score_scale(model, sft, prompts, config)
-    save_checkpoint(config.out / "rm.pt", "rm", model, tokenizer, sft=sft_fingerprint, **stats)
+    save_checkpoint(config.out / "rm.pt", model, tokenizer, record.settings, **stats)
     print(f"{100 * stats['val_accuracy']:.1f}% of {len(val_pairs):,} validation pairs right")
 
 

@@ -69,7 +69,7 @@ def train(config):
     texts = read_rows(config.data, "sft", "train")
     val_texts = read_rows(config.data, "sft", "val")
     model, tokenizer = new_model(config, texts)
-    model.to(device).train()
+    model.to(device)
     context = model.config.context
     rows = encode_rows(texts, ["completion"], tokenizer, context)  # (prompt, completion) as ids
     val_rows = encode_rows(val_texts, ["completion"], tokenizer, context)
@@ -101,7 +101,7 @@ def train(config):
         record.save_if_due(step + 1)
 
     loss = validation_loss(model, val_rows, config, device)
-    save_checkpoint(config.out / "sft.pt", "sft", model, tokenizer, val_loss=loss)
+    save_checkpoint(config.out / "sft.pt", model, tokenizer, record.settings, val_loss=loss)
     print(f"validation loss {loss:.4f} nats per token")
 
 

@@ -56,8 +56,8 @@ def read_torch(path, hint):
     return contents
 
 
-def fingerprint(path):
-    """A short hash of a file."""
+def file_hash(path):
+    """A short hash of a file's contents."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
@@ -76,8 +76,8 @@ def read_log(path):
 class Record:
     """The log and the state of a run: out/STAGE.jsonl and out/STAGE_state.pt.
 
-    inputs: what tells data and models of earlier stages apart; --resume compares it, as it compares
-    the settings.
+    inputs: what tells data and earlier models apart. --resume compares it, as it compares the
+    settings.
     """
 
     def __init__(self, config, stage, steps, model, optimizer, **inputs):

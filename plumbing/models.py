@@ -10,20 +10,21 @@ import torch
 
 from data.rows import UserError
 from minippo import GPT, GPTConfig, RewardModel, frozen_copy, row_lengths
-from plumbing.files import fingerprint, read_torch, write_torch
+from plumbing.files import file_hash, read_torch, write_torch
 from plumbing.text import Tokenizer, responses_of
 
 LARGEST_SCORE = 1e6  # far larger ones overflow
 
 
-def save_checkpoint(path, kind, model, tokenizer, **metadata):
-    """All that a model needs, in one file. kind: "sft" or "ppo" (a GPT), "rm" (a RewardModel). A
-    file is there only if its run had ended before: then it stays as it is."""
+def save_checkpoint(path, model, tokenizer, settings, **metadata):
+    """All that a model needs, in one file: sft.pt or ppo.pt (a GPT), rm.pt (a RewardModel). A file
+    is there only if its run had ended before: then it stays as it is. settings: of the Record."""
     if path.exists():
         print(f"{path} was there already")
         return
     vocabulary = [token.decode("latin-1") for token in tokenizer.tokens]
-    contents = {"kind": kind, "config": asdict(model.config), "vocabulary": vocabulary}
+    contents = {"kind": path.stem, "config": asdict(model.config), "vocabulary": vocabulary}
+    metadata |= {"settings": settings, "sft": settings.get("sft")}
     write_torch(path, contents | {"model": model.state_dict(), "metadata": metadata})
     print(f"saved {path}")
 
@@ -54,33 +55,37 @@ def models_folder(config):
     return config.out if (config.out / "sft.pt").exists() else config.out.parent
 
 
+def fingerprint(config, name):
+    """A short hash of a file of an earlier stage, such as sft.pt."""
+    return file_hash(models_folder(config) / name)
+
+
 def load_sft(config, device):
-    """The SFT model -> model, tokenizer, fingerprint."""
-    path = models_folder(config) / "sft.pt"
-    model, tokenizer, _ = load_checkpoint(path, ["sft"], device)
-    return model, tokenizer, fingerprint(path)
+    """-> the SFT model, tokenizer."""
+    model, tokenizer, _ = load_checkpoint(models_folder(config) / "sft.pt", ["sft"], device)
+    return model, tokenizer
 
 
-def load_descendant(path, kinds, sft_fingerprint, device):
-    """A model that was trained from this SFT model, or is it; UserError if it is of another one."""
+def load_from_same_sft(path, kinds, config, device):
+    """A model that was trained from the SFT model of this run, or is it; else UserError."""
     model, _, metadata = load_checkpoint(path, kinds, device)
-    if sft_fingerprint not in (metadata.get("sft"), fingerprint(path)):
+    if fingerprint(config, "sft.pt") not in (metadata.get("sft"), file_hash(path)):
         raise UserError(f"{path}: was trained from another sft.pt; train it again")
     return model
 
 
-def load_score(config, sft_fingerprint, tokenizer, device):
-    """-> score(prompts, tokens, mask) -> (B,), of the frozen reward model or, with --reward, of a
-    function of texts; and a name for it, which --resume compares."""
+def load_score(config, tokenizer, device):
+    """-> score(prompts, tokens, mask) -> (B,): the frozen reward model or, with --reward, a function
+    of texts."""
     if config.reward:
-        return text_score(load_function(config.reward), tokenizer), config.reward
+        return text_score(load_function(config.reward), tokenizer)
     path = models_folder(config) / "rm.pt"
-    reward_model = frozen_copy(load_descendant(path, ["rm"], sft_fingerprint, device))
+    reward_model = frozen_copy(load_from_same_sft(path, ["rm"], config, device))
 
     def score(prompts, tokens, mask):
         return reward_model(tokens, row_lengths(mask))
 
-    return score, fingerprint(path)
+    return score
 
 
 def load_function(name):

@@ -143,10 +143,12 @@ def read_ids(folder, task, split, tokenizer, context):
     return encode_rows(read_rows(folder, task, split), names, tokenizer, context)
 
 
-def read_prompts(folder, split, tokenizer, context, max_new_tokens):
+def read_prompts(config, split, tokenizer, context):
     """The prompts of a data folder as ids; says how many leave less room than max_new_tokens."""
-    prompts = [prompt for (prompt,) in read_ids(folder, "prompts", split, tokenizer, context)]
-    tight = sum(len(prompt) + max_new_tokens > context for prompt in prompts)
+    prompts = [prompt for (prompt,) in read_ids(config.data, "prompts", split, tokenizer, context)]
+    tight = sum(len(prompt) + config.max_new_tokens > context for prompt in prompts)
     if tight:
-        print(f"    {tight:,} prompts leave less room than {max_new_tokens} tokens (--context)")
+        print(
+            f"    {tight:,} prompts leave less room than {config.max_new_tokens} tokens (--context)"
+        )
     return prompts

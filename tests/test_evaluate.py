@@ -17,13 +17,14 @@ import sample
 from data.rows import UserError, write_jsonl
 from data.zoo import judge
 from minippo import evaluate_actions, pad_completions
-from plumbing.files import fingerprint, read_log
-from plumbing.models import load_checkpoint, load_descendant
+from plumbing.files import read_log
+from plumbing.models import load_checkpoint, load_from_same_sft
 from plumbing.page import BLUE, COLUMNS, ORANGE, write_page
 from plumbing.report import distinct
 from plumbing.settings import printable
 from tiny import assert_equal, f64, noise, weights
 from tiny_run import ROOT, write_models
+from train_ppo import Config
 
 
 # Formulas
@@ -191,7 +192,7 @@ def run(monkeypatch, name, *flags):
     monkeypatch.setattr("sys.argv", [name, *common, *flags])
     runpy.run_path(f"{ROOT}/variations/{name}.py", run_name="__main__")
     before, _, _ = load_checkpoint("out/sft.pt", ["sft"])
-    trained = load_descendant(f"out/{name}/ppo.pt", ["ppo"], fingerprint("out/sft.pt"), "cpu")
+    trained = load_from_same_sft(f"out/{name}/ppo.pt", ["ppo"], Config(models="out"), "cpu")
     assert not weights(trained).equal(weights(before))
     return read_log(f"out/{name}/ppo.jsonl")
 

@@ -109,7 +109,7 @@ def test_a_damaged_file_or_one_of_another_kind_is_refused(tmp_path):
         load("damaged")
     load("holds 'sft', not ppo", "ppo")
     before = path.read_bytes()
-    save_checkpoint(path, "ppo", tiny_gpt(), TOKENIZER)  # a finished run keeps its file
+    save_checkpoint(path, tiny_gpt(), TOKENIZER, {})  # a finished run keeps its file
     assert path.read_bytes() == before
     path.write_bytes(path.read_bytes()[:-9])
     load("damaged")
