@@ -75,7 +75,6 @@ def train(config):
     prompts = read_prompts(config, "train", tokenizer, sft.config.context)
     steps = min(config.steps, math.ceil(config.epochs * len(pairs) / config.batch_size))
     batches = similar_batches(pairs, steps, config.batch_size, config.seed)
-
     model = RewardModel(sft).to(device)
     groups = [{"params": model.parameters(), "peak": config.lr}]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
