@@ -17,8 +17,8 @@ import train_ppo
 from data.rows import UserError
 from minippo import frozen_copy
 from plumbing.batches import spread_over
-from plumbing.files import read_torch, write_text
-from plumbing.models import fingerprint, load_score, load_sft, models_folder
+from plumbing.files import file_hash, models_folder, read_torch, write_text
+from plumbing.models import load_score, load_sft
 from plumbing.page import write_page
 from plumbing.report import distinct, numbers_of, one_iteration, report_text, sample
 from plumbing.settings import find_device, run_script
@@ -131,12 +131,9 @@ def main(config):
     sft, tokenizer = load_sft(ppo, device)
     score = load_score(ppo, tokenizer, device)
     models = models_folder(ppo)
-    same_score = ppo.reward or settings.get("score") in (
-        None,
-        fingerprint(ppo, "rm.pt"),
-    )  # DPO: None
-    if settings["sft"] != fingerprint(ppo, "sft.pt") or not same_score:
-        raise UserError(f"{models}: not the sft.pt and rm.pt of this run; give --models")
+    for name in {"sft", "rm"} & settings.keys():  # with --reward there is no rm, nor with DPO
+        if settings[name] != file_hash(models / f"{name}.pt"):
+            raise UserError(f"{models}: {name}.pt is not that of this run; give --models")
     policy = frozen_copy(sft)
     policy.load_state_dict(weights)
 

@@ -22,7 +22,7 @@ from minippo import frozen_copy, ppo_loss, ppo_update, set_lr
 from plumbing import watch
 from plumbing.batches import prompt_batch, rollout_in_pieces
 from plumbing.files import Record
-from plumbing.models import fingerprint, load_from_same_sft, load_score, load_sft, save_checkpoint
+from plumbing.models import load_from_same_sft, load_score, load_sft
 from plumbing.settings import RunConfig, run_script
 from plumbing.text import read_prompts
 
@@ -68,9 +68,8 @@ def train(config, compute_advantages=compute_advantages, loss=ppo_loss):
     ]
     # Adam's usual 0.999 averages over a thousand steps: too slow for a short run.
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
-    inputs = {"prompts": len(prompts), "sft": fingerprint(config, "sft.pt")}
-    inputs["score"] = config.reward or fingerprint(config, "rm.pt")
-    record = Record(config, "ppo", config.steps, policy, optimizer, **inputs)
+    models = ["sft"] if config.reward else ["sft", "rm"]
+    record = Record(config, "ppo", config.steps, policy, optimizer, models, prompts=len(prompts))
     first = record.begin(config.resume)
     if first == 0:
         first_prompts = prompt_batch(prompts, 0, config)
@@ -91,7 +90,7 @@ def train(config, compute_advantages=compute_advantages, loss=ppo_loss):
         record.log(step + 1, stats, show=["score", "judge", "kl", "entropy", "eos_rate"])
         record.save_if_due(step + 1)
 
-    save_checkpoint(config.out / "ppo.pt", policy, tokenizer, record.settings)
+    record.save_model(policy, tokenizer)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from minippo import RewardModel, generate, gradient_step, pad, reward_model_loss
 from minippo import set_lr
 from plumbing.batches import chunks, similar_batches, similar_chunks, take
 from plumbing.files import Record
-from plumbing.models import fingerprint, load_sft, save_checkpoint
+from plumbing.models import load_sft
 from plumbing.settings import RunConfig, run_script
 from plumbing.text import read_ids, read_prompts
 
@@ -75,11 +75,11 @@ def train(config):
     prompts = read_prompts(config, "train", tokenizer, sft.config.context)
     steps = min(config.steps, math.ceil(config.epochs * len(pairs) / config.batch_size))
     batches = similar_batches(pairs, steps, config.batch_size, config.seed)
+
     model = RewardModel(sft).to(device)
     groups = [{"params": model.parameters(), "peak": config.lr}]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
-    inputs = {"pairs": len(pairs), "sft": fingerprint(config, "sft.pt")}
-    record = Record(config, "rm", steps, model, optimizer, **inputs)
+    record = Record(config, "rm", steps, model, optimizer, ["sft"], pairs=len(pairs))
     first = record.begin(config.resume)
 
     for step in range(first, steps):
@@ -102,7 +102,7 @@ def train(config):
     stats = validation(model, val_pairs, config, device)
     torch.manual_seed(config.seed)
     set_score_scale(model, sft, prompts, config)
-    save_checkpoint(config.out / "rm.pt", model, tokenizer, record.settings, **stats)
+    record.save_model(model, tokenizer, **stats)
     print(f"{100 * stats['val_accuracy']:.1f}% of {len(val_pairs):,} validation pairs right")
 
 

@@ -18,7 +18,6 @@ from minippo import GPT, GPTConfig, evaluate_actions, gradient_step, pad_complet
 from plumbing.batches import batch_of, similar_chunks
 from plumbing.files import Record
 from plumbing.gpt2 import read_gpt2
-from plumbing.models import save_checkpoint
 from plumbing.settings import RunConfig, run_script
 from plumbing.text import Tokenizer, encode_rows
 
@@ -101,7 +100,7 @@ def train(config):
         record.save_if_due(step + 1)
 
     loss = validation_loss(model, val_rows, config, device)
-    save_checkpoint(config.out / "sft.pt", model, tokenizer, record.settings, val_loss=loss)
+    record.save_model(model, tokenizer, val_loss=loss)
     print(f"validation loss {loss:.4f} nats per token")
 
 

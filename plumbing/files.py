@@ -5,6 +5,7 @@ import json
 import math
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -62,6 +63,14 @@ def file_hash(path):
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
+def models_folder(config):
+    """The folder of the models of earlier stages: --models; without it --out, or, if no sft.pt is
+    there, the folder above."""
+    if config.models:
+        return Path(config.models)
+    return config.out if (config.out / "sft.pt").exists() else config.out.parent
+
+
 def read_log(path):
     """The lines of a log as dicts, up to the first damaged one: a killed run leaves such an end."""
     lines = []
@@ -74,17 +83,20 @@ def read_log(path):
 
 
 class Record:
-    """The log and the state of a run: out/STAGE.jsonl and out/STAGE_state.pt.
+    """What a run writes: its log, its state and, at the end, its model, out/STAGE.jsonl,
+    out/STAGE_state.pt and out/STAGE.pt.
 
-    inputs: what tells data and earlier models apart. --resume compares it, as it compares the
-    settings.
+    earlier: names of the models that it starts from. inputs: what tells data apart. --resume
+    compares both, and the settings.
     """
 
-    def __init__(self, config, stage, steps, model, optimizer, **inputs):
+    def __init__(self, config, stage, steps, model, optimizer, earlier=(), **inputs):
         self.state_path = config.out / f"{stage}_state.pt"
         self.log_path = config.out / f"{stage}.jsonl"
         self.model_path = config.out / f"{stage}.pt"
         self.settings = {**config.settings(), **inputs}
+        for name in earlier:
+            self.settings[name] = file_hash(models_folder(config) / f"{name}.pt")
         self.device = next(model.parameters()).device
         self.parts = {"model": model, "optimizer": optimizer}
         self.steps = steps
@@ -156,3 +168,16 @@ class Record:
             left = int(seconds / (step - self.first) * (self.steps - step))
             clock = f"{left // 60}:{left % 60:02d}"
             print(f"{step:>5}/{self.steps}  {numbers}  {clock} left", flush=True)
+
+    def save_model(self, model, tokenizer, **metadata):
+        """All that a model needs, in one file. It is there only if the run had ended before: then
+        it stays as it is."""
+        if self.model_path.exists():
+            print(f"{self.model_path} was there already")
+            return
+        contents = {"kind": self.model_path.stem, "config": asdict(model.config)}
+        contents["vocabulary"] = [token.decode("latin-1") for token in tokenizer.tokens]
+        contents["model"] = model.state_dict()
+        contents["metadata"] = metadata | {"settings": self.settings}
+        write_torch(self.model_path, contents)
+        print(f"saved {self.model_path}")

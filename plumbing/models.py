@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-from dataclasses import asdict
 from itertools import zip_longest
 from pathlib import Path
 
@@ -10,23 +9,10 @@ import torch
 
 from data.rows import UserError
 from minippo import GPT, GPTConfig, RewardModel, frozen_copy, row_lengths
-from plumbing.files import file_hash, read_torch, write_torch
+from plumbing.files import file_hash, models_folder, read_torch
 from plumbing.text import Tokenizer, responses_of
 
 LARGEST_SCORE = 1e6  # far larger ones overflow
-
-
-def save_checkpoint(path, model, tokenizer, settings, **metadata):
-    """All that a model needs, in one file: sft.pt or ppo.pt (a GPT), rm.pt (a RewardModel). A file
-    is there only if its run had ended before: then it stays as it is. settings: of the Record."""
-    if path.exists():
-        print(f"{path} was there already")
-        return
-    vocabulary = [token.decode("latin-1") for token in tokenizer.tokens]
-    contents = {"kind": path.stem, "config": asdict(model.config), "vocabulary": vocabulary}
-    metadata |= {"settings": settings, "sft": settings.get("sft")}
-    write_torch(path, contents | {"model": model.state_dict(), "metadata": metadata})
-    print(f"saved {path}")
 
 
 def load_checkpoint(path, kinds, device="cpu"):
@@ -47,19 +33,6 @@ def load_checkpoint(path, kinds, device="cpu"):
     return model.to(device).eval(), tokenizer, metadata
 
 
-def models_folder(config):
-    """The folder of the models of earlier stages: --models; without it --out, or, if no sft.pt is
-    there, the folder above."""
-    if config.models:
-        return Path(config.models)
-    return config.out if (config.out / "sft.pt").exists() else config.out.parent
-
-
-def fingerprint(config, name):
-    """A short hash of a file of an earlier stage, such as sft.pt."""
-    return file_hash(models_folder(config) / name)
-
-
 def load_sft(config, device):
     """-> the SFT model, tokenizer."""
     model, tokenizer, _ = load_checkpoint(models_folder(config) / "sft.pt", ["sft"], device)
@@ -69,7 +42,10 @@ def load_sft(config, device):
 def load_from_same_sft(path, kinds, config, device):
     """A model that was trained from the SFT model of this run, or is it; else UserError."""
     model, _, metadata = load_checkpoint(path, kinds, device)
-    if fingerprint(config, "sft.pt") not in (metadata.get("sft"), file_hash(path)):
+    if file_hash(models_folder(config) / "sft.pt") not in (
+        metadata["settings"].get("sft"),
+        file_hash(path),
+    ):
         raise UserError(f"{path}: was trained from another sft.pt; train it again")
     return model
 

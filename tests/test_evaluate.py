@@ -171,7 +171,7 @@ def test_a_run_in_progress_is_measured(folder, tmp_path):
     (out / "ppo.pt").unlink()
     assert evaluated(out, **flags) == (report, *shown)
     torch.save(torch.load(out / "rm.pt") | {"other": 1}, out / "rm.pt")
-    with pytest.raises(UserError, match="not the sft.pt and rm.pt of this run"):
+    with pytest.raises(UserError, match="rm.pt is not that of this run"):
         evaluated(out)
 
 

@@ -15,7 +15,7 @@ import train_sft
 from data.rows import UserError
 from minippo import frozen_copy, pad_completions
 from plumbing import batches, files, gpt2, settings, watch
-from plumbing.models import load_checkpoint, load_function, save_checkpoint, text_score
+from plumbing.models import load_checkpoint, load_function, text_score
 from plumbing.text import Prompt, Tokenizer, encode_rows
 from tiny import assert_equal, biased, f64, inf, marks, nan, stir, tiny_gpt
 from tiny_run import write_data
@@ -108,9 +108,6 @@ def test_a_damaged_file_or_one_of_another_kind_is_refused(tmp_path):
         torch.save(contents, path)
         load("damaged")
     load("holds 'sft', not ppo", "ppo")
-    before = path.read_bytes()
-    save_checkpoint(path, tiny_gpt(), TOKENIZER, {})  # a finished run keeps its file
-    assert path.read_bytes() == before
     path.write_bytes(path.read_bytes()[:-9])
     load("damaged")
 

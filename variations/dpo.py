@@ -29,7 +29,7 @@ from minippo import evaluate_actions, frozen_copy, gradient_step, pad_completion
 from minippo import reward_model_loss, set_lr
 from plumbing.batches import batch_of, similar_chunks
 from plumbing.files import Record
-from plumbing.models import fingerprint, load_sft, save_checkpoint
+from plumbing.models import load_sft
 from plumbing.settings import RunConfig, run_script
 from plumbing.text import read_ids
 
@@ -75,8 +75,7 @@ def train(config):
     pairs = read_ids(config.data, "pref", "train", tokenizer, policy.config.context)
     groups = [{"params": policy.parameters(), "peak": config.lr}]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
-    inputs = {"pairs": len(pairs), "sft": fingerprint(config, "sft.pt")}
-    record = Record(config, "ppo", config.steps, policy, optimizer, **inputs)
+    record = Record(config, "ppo", config.steps, policy, optimizer, ["sft"], pairs=len(pairs))
     first = record.begin(config.resume)
 
     for step in range(first, config.steps):
@@ -94,7 +93,7 @@ def train(config):
         record.log(step + 1, stats, show=["loss", "accuracy", "margin"])
         record.save_if_due(step + 1)
 
-    save_checkpoint(config.out / "ppo.pt", policy, tokenizer, record.settings)
+    record.save_model(policy, tokenizer)
 
 
 if __name__ == "__main__":
