@@ -65,8 +65,8 @@ counts as 0. (Gamma and lam, see section 5, are 1 here.)
     whitened     .      0.95   0.43  -1.38   .              scaled to mean 0, variance 1 in a batch
 
 Phase 4 makes actions with a whitened advantage above 0 more probable, and those below 0 less
-probable. (Here the batch is one response. Its end is below 0: 1.50 had been predicted, and 1.38 was
-the reward.)
+probable. (Here the batch is one response. The advantage of <eos> is below 0, because 1.50 had been
+predicted, and 1.38 came.)
 """
 
 import copy
@@ -113,8 +113,8 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.channels, config.channels)
 
     def forward(self, hidden, cache=None):
-        """(B, T, C) -> (B, T, C). cache: a list with the keys and values of the earlier positions,
-        to which this call adds its own. Unless it is empty, T must be 1."""
+        """(B, T, C) -> (B, T, C). cache: an empty list, or the keys and values of the earlier
+        positions, and then T must be 1. This call adds its own."""
         B, T, C = hidden.shape
         q, k, v = self.qkv(hidden).split(C, dim=2)
         q = q.view(B, T, self.heads, -1).transpose(1, 2)  # (B, H, T, C/H)
@@ -255,7 +255,7 @@ def masked_mean(numbers, mask):
 
 def gather_logprobs(logits, targets, temperature=1.0):
     """log softmax(logits / temperature) at the targets, in nats: (..., V), (...) -> (...)."""
-    if logits.shape[:-1] != targets.shape:  # gather would take a shorter one
+    if logits.shape[:-1] != targets.shape:  # gather would accept fewer
         raise ValueError(f"logits {logits.shape} do not fit targets {targets.shape}")
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # never in 16 bits
     logprobs = torch.log_softmax(logits / temperature, -1)
@@ -515,7 +515,7 @@ def whiten(numbers, mask):
     check_shapes(numbers, mask=mask)
     mean = numbers[mask].mean()
     std = numbers[mask].std(correction=0)
-    rounding = 1e-5 * mean.abs() + 1e-8  # of equal numbers: it must not be scaled up to 1
+    rounding = 1e-5 * mean.abs() + 1e-8  # if all are equal, their std is only a rounding error
     return torch.where(mask, (numbers - mean) / (std + rounding), 0.0)
 
 
@@ -546,7 +546,7 @@ def whiten(numbers, mask):
 #     A              0.95   0.43  -1.38     the whitened advantage
 #     clipped        1.20   1.11   0.80
 #     ratio * A      1.22   0.47  -1.02
-#     clipped * A    1.14   0.47  -1.11     here the smaller of the two, or equal
+#     clipped * A    1.14   0.47  -1.11     here never larger than ratio * A
 #     gradient       0      0.47   0        what multiplies grad log pi
 #
 # The loss is -(1.14 + 0.47 - 1.11) / 3 = -0.17. Where the clipped product is the smaller one, there
@@ -563,7 +563,8 @@ def whiten(numbers, mask):
 #     A < 0       0                  ratio * A     ratio * A
 #
 # A single step can still carry a ratio out of the range. In one pass of four steps, the default,
-# the clip hardly acts: here PPO is almost REINFORCE with a baseline. In four passes it is needed:
+# the clip hardly acts: with lam = 1, PPO is then almost REINFORCE with a baseline. This is enough
+# for small tasks, as here. In four passes (--epochs 4) the clip is needed:
 # on a scale from 0, the SFT model, to 1, the best possible policy, PPO gets 0.94 with this clip and
 # -1.35 without it (both without the clip of the values; RESULTS.md).
 
@@ -759,8 +760,8 @@ def set_lr(optimizer, step, steps, warmup=0):
 
 def gradient_step(optimizer, max_grad_norm):
     """Clip the gradient, and take a step -> the norm before clipping. FloatingPointError, before
-    any weight changes, if it is not finite. (At ratio 1 PPO's own clip does nothing, so only
-    this limits the effect of a single sample.)"""
+    any weight changes, if it is not finite. (In the first step of an update all ratios are 1, and
+    PPO's own clip does nothing: only this limits the step.)"""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm).item()
     if not math.isfinite(norm):
@@ -771,10 +772,10 @@ def gradient_step(optimizer, max_grad_norm):
 
 def ppo_update(policy, optimizer, batch, config, loss=ppo_loss):
     """Phase 4: epochs x minibatches gradient steps -> means of the stats. loss(logprobs, values,
-    batch, config) -> losses, and stats as in policy_loss, of each token: (B, T-1).
+    batch, config) -> losses, and stats, with "ratio" among them, of each token: (B, T-1).
 
-    The loss of a step is the mean over its tokens. (The derivation has a sum for each response; the
-    mean length, a factor between the two, hardly changes.)
+    The loss of a step is the mean over its tokens. (The derivation has a mean over responses of
+    sums over their tokens. The two differ by a factor, the mean length, which hardly changes.)
     """
     B = len(batch["mask"])
     history = defaultdict(list)  # of the stats

@@ -31,8 +31,8 @@ class Config(RunConfig):
     warmup: int = 20  # steps in which it climbs to its peak; at most a tenth of all
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
     answers: int = 2048  # of the SFT model, sampled to set the scale of the scores
-    max_new_tokens: int = 48  # longest of these answers, in tokens; give PPO's
-    temperature: float = 1.0  # at which they are sampled; give PPO's
+    max_new_tokens: int = 48  # longest of these answers, in tokens; as in train_ppo.py
+    temperature: float = 1.0  # at which they are sampled; as in train_ppo.py
 
     def __post_init__(self):
         self.at_least(1, "steps", "epochs", "batch_size", "micro_batch", "max_new_tokens")
