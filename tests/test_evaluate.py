@@ -14,13 +14,13 @@ import torch
 
 import evaluate
 import sample
-from data.rows import UserError, write_jsonl
+from data.rows import UserError, read_jsonl, write_jsonl
 from data.zoo import judge
 from minippo import evaluate_actions, pad_completions
+from plumbing import report as numbers
 from plumbing.files import read_log
 from plumbing.models import load_checkpoint, load_from_same_sft
 from plumbing.page import BLUE, COLUMNS, ORANGE, write_page
-from plumbing.report import distinct
 from plumbing.settings import printable
 from tiny import assert_equal, f64, noise, weights
 from tiny_run import ROOT, write_models
@@ -56,7 +56,7 @@ def test_best_of_n_is_a_mean_over_subsets():
 
 def test_texts_are_counted_among_16():
     groups = [[{"text": text} for text in texts] for texts in (16 * "a" + "bcde", 5 * "abcd")]
-    assert distinct(groups).tolist() == [1 / 16, 1 / 4]
+    assert numbers.distinct(groups).tolist() == [1 / 16, 1 / 4]
 
 
 def test_the_furthest_responses_are_of_different_prompts():
@@ -78,9 +78,17 @@ def folder(tmp_path_factory):
         yield
 
 
+groups = []  # the responses that were sampled
+
+
 def evaluated(out, **flags):
     """-> the report, and what write_page gets: text, samples, iterations."""
     shown = []
+    groups.clear()
+
+    def sample(*arguments, **roles):
+        groups.append(numbers.sample(*arguments, **roles))
+        return groups[-1]
 
     def write(out, models, *arguments):
         shown.extend(arguments)
@@ -88,6 +96,7 @@ def evaluated(out, **flags):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluate, "write_page", write)
+        patch.setattr(evaluate, "sample", sample)
         evaluate.main(evaluate.Config(Path(out), reference_samples=67, policy_samples=1, **flags))
     return json.loads(Path(out, "report.json").read_text()), *shown
 
@@ -103,6 +112,11 @@ def test_a_run_becomes_report_and_page(folder, capsys):
     assert best["4"]["kl"] == pytest.approx(math.log(4) - 0.75)
     assert sft["score"] < best["4"]["score"] < best["16"]["score"]
     assert f"KL {report['furthest'][0]['kl']:.2f})" in text
+    trained = {row["prompt"] for row in read_jsonl("data/prompts_train.jsonl")}
+    ours = [i for i, group in enumerate(groups[1]) if group[0]["prompt"] not in trained]
+    scores = f64([[row["score"] for row in groups[0][i]] for i in ours])
+    unseen = evaluate.summarize([groups[1][i] for i in ours], scores, 0.1)
+    assert len(ours) == 4 and report["unseen"] == pytest.approx(unseen, rel=1e-6)
     assert len(samples) == 6
     for before, after in samples:
         assert after["judge"] == judge(before["prompt"], after["text"])

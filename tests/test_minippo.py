@@ -170,6 +170,7 @@ def test_a_token_is_drawn_if_a_number_falls_into_its_piece(monkeypatch):
 
 
 PROMPTS = [[1], [2, 3, 4, 5], [6, 7], [EOS, 9, 0], [1] * 6, [EOS]]
+LONGER = [[4, 3, 2], [6, 7, 8, 9, 1]]  # three columns are read at once
 
 
 def settled(logits, temperature=1.0):
@@ -181,11 +182,14 @@ def settled(logits, temperature=1.0):
 
 @pytest.mark.parametrize("limit, temperature", [(6, 1.0), (1, 1.3), (10**12, 0.7)])
 @pytest.mark.parametrize("bias", [-inf, 1.0, 50.0])  # to end: never, at any time, at once
-def test_a_rollout_is_what_each_row_would_give_alone(monkeypatch, limit, temperature, bias):
+@pytest.mark.parametrize("prompts", [PROMPTS, LONGER])
+def test_a_rollout_is_what_each_row_would_give_alone(
+    monkeypatch, prompts, limit, temperature, bias
+):
     monkeypatch.setattr(minippo, "draw", settled)
     policy, ref = biased(tiny_gpt(), {EOS: bias}), tiny_gpt()
     rows, scores, numbers = [], [], []
-    for prompt in PROMPTS:
+    for prompt in prompts:
         response = []
         while len(response) < min(limit, 16 - len(prompt)) and EOS not in response:
             tokens = torch.tensor([prompt + response])
@@ -202,7 +206,7 @@ def test_a_rollout_is_what_each_row_would_give_alone(monkeypatch, limit, tempera
         return f64([len(prompt) for prompt in prompts]) + (tokens[:, 1:] * mask).sum(1)
 
     config = PPOConfig(limit, temperature, length_penalty=0.25, missing_eos_penalty=0.5)
-    batch = rollout(policy, ref, score, PROMPTS, config)
+    batch = rollout(policy, ref, score, prompts, config)
     assert not any(x.requires_grad for x in batch.values())
     tokens, mask = pad_completions(rows)
     expected = {"tokens": tokens, "mask": mask, "scores": f64(scores)}
@@ -211,7 +215,7 @@ def test_a_rollout_is_what_each_row_would_give_alone(monkeypatch, limit, tempera
         expected[name] = torch.zeros(mask.shape).double().masked_scatter(mask, x)
     assert_equal(batch, expected)
     with pytest.raises(ValueError):
-        rollout(policy, ref, lambda *_: torch.zeros(len(PROMPTS), 1), PROMPTS, config)
+        rollout(policy, ref, lambda *_: torch.zeros(len(prompts), 1), prompts, config)
 
 
 def test_sizes_and_prompts_that_do_not_fit_are_refused():

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import random
 import re
 from pathlib import Path
@@ -21,7 +22,7 @@ from tiny import assert_equal, biased, f64, inf, marks, nan, stir, tiny_gpt
 from tiny_run import write_data
 from train_ppo import Config
 
-A, B, C, D, E, AB, END = *b"abcde", 256, 257
+SPACE, A, B, C, D, E, AB, END = *b" abcde", 256, 257
 TOKENIZER = Tokenizer.train(["ab ab"], 258)
 
 
@@ -89,9 +90,14 @@ def test_a_users_mistake_is_one_line_and_a_bug_of_ours_a_traceback(monkeypatch, 
     assert settings.printable("é\u200d\u00a0\n\u202e") == "é\u200d\u00a0\n\\u202e"
 
 
-def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "new" / "x"
-    files.write_text(path, "é\ud800")
+    steps = []
+    with monkeypatch.context() as patch:
+        for name, call in (("fsync", os.fsync), ("replace", os.replace)):
+            patch.setattr(os, name, lambda *a, name=name, call=call: (steps.append(name), call(*a)))
+        files.write_text(path, "é\ud800")
+    assert steps == ["fsync", "replace"]  # on the disk before it takes the old one's place
     for error in (KeyboardInterrupt(), OSError(28, "disk full"), RuntimeError("disk full")):
         with pytest.raises((KeyboardInterrupt, UserError)):
             files.write_file(path, raising(error))
@@ -281,13 +287,13 @@ def test_what_looks_wrong_is_said_now_and_then(capsys):
 def test_a_response_in_40_is_shown_and_all_are_graded(capsys):
     prompts = [Prompt([A]), Prompt([B])]
     prompts[0].row, prompts[1].row = {"prompt": "a"}, {"prompt": "b"}
-    batch = {"tokens": torch.tensor([[A, AB, C, END], [B, C, END, 0]])}
+    batch = {"tokens": torch.tensor([[A, AB, C, END], [B, SPACE, END, 0]])}
     batch |= {"mask": marks("xxx", "xx."), "scores": f64([2, 1])}
     batch |= {"old_logprobs": f64([[1.0] * 3] * 2), "ref_logprobs": f64([[0.0] * 3] * 2)}
     for step in (1, 2, 40, 41):
         watch.show(step, batch, {"kl": 0.5, "entropy": 1.0, "eos_rate": 0.9}, prompts, TOKENIZER)
-    assert capsys.readouterr().out == 2 * "       'bc'  score 1.00\n"
-    grades = {("a", "abc"): 3, ("b", "c"): -2}
+    assert capsys.readouterr().out == 2 * "       'b '  score 1.00\n"
+    grades = {("a", "abc"): 3, ("b", " "): -2}
     stats = watch.metrics(batch, prompts, lambda *texts: grades[texts], TOKENIZER)
     assert stats == pytest.approx({"judge": 0.5, "explained_variance": nan}, nan_ok=True)
     batch["returns"] = f64([[nan, 1, 2], [3, 4, inf]])

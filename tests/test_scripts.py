@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import minippo
 import train_ppo
 import train_rm
 import train_sft
@@ -122,6 +123,19 @@ def test_the_scores_of_sft_answers_have_mean_0_and_std_1():
     assert scores.mean().item() == pytest.approx(0, abs=0.15)
     assert scores.std().item() == pytest.approx(1, abs=0.1)
     assert 0.003 < (scores > cap).double().mean() < 0.03  # one in a hundred
+
+
+def test_the_scale_is_set_on_prompts_from_all_over_the_file(monkeypatch):
+    def generate(sft, prompts, *_):
+        seen.extend(prompts)
+        return minippo.generate(sft, prompts, 1)
+
+    seen = []
+    monkeypatch.setattr(train_rm, "generate", generate)
+    sft, _, _ = load_checkpoint("out/sft.pt", ["sft"])
+    prompts = [[i] * (9 - i) for i in range(9)]
+    train_rm.set_score_scale(minippo.RewardModel(sft), sft, prompts, train_rm.Config(answers=3))
+    assert seen == [prompts[6], prompts[3], prompts[0]]
 
 
 def test_ppo_finds_the_best_policy_for_its_reward_and_beta():

@@ -95,8 +95,9 @@ def test_rloo_compares_with_the_mean_of_the_others():
     logprobs, values = evaluated(batch)
     exact = policy_loss(logprobs, batch["old_logprobs"], batch["advantages"], 0.15)
     assert_equal(rloo.loss(logprobs, values, batch, config), exact)
-    with pytest.raises(ValueError):
-        rloo.Config(group_size=1)
+    for size in (1, 3):  # 128 responses
+        with pytest.raises(ValueError):
+            rloo.Config(group_size=size)
 
 
 def test_reinforce_is_ppo_without_whitening_clips_and_values():
