@@ -17,7 +17,7 @@ import train_ppo
 from data.rows import UserError
 from minippo import frozen_copy
 from plumbing.batches import spread_over
-from plumbing.files import file_hash, models_folder, read_torch, write_text
+from plumbing.files import earlier, file_hash, read_log, read_torch, write_text
 from plumbing.models import load_score, load_sft
 from plumbing.page import write_page
 from plumbing.report import distinct, numbers_of, one_iteration, report_text, sample
@@ -39,6 +39,10 @@ class Config:
     policy_samples: int = 16  # responses of the policy to each
     sample_batch: int = 512  # responses sampled at once
     micro_batch: int = 16  # responses trained on at once
+
+    def __post_init__(self):
+        if min(self.prompts, self.reference_samples, self.policy_samples, self.sample_batch) < 1:
+            raise ValueError("prompts and samples should be at least 1")
 
 
 def optimal_objective(scores, kl_coef):
@@ -130,10 +134,9 @@ def main(config):
     ppo, settings, weights = read_run(out, config)
     sft, tokenizer = load_sft(ppo, device)
     score = load_score(ppo, tokenizer, device)
-    models = models_folder(ppo)
     for name in {"sft", "rm"} & settings.keys():  # with --reward there is no rm, nor with DPO
-        if settings[name] != file_hash(models / f"{name}.pt"):
-            raise UserError(f"{models}: {name}.pt is not that of this run; give --models")
+        if settings[name] != file_hash(earlier(ppo, name)):
+            raise UserError(f"{earlier(ppo, name)}: not that of this run; give --models")
     policy = frozen_copy(sft)
     policy.load_state_dict(weights)
 
@@ -166,7 +169,9 @@ def main(config):
         "the policy": one_iteration(policy, training_prompts, **roles),
     }
     samples = [(before[0], after[0]) for before, after in zip(reference, groups)]
-    write_page(out, models, text, spread_over(samples, 6), iterations)
+    paths = {"sft": earlier(ppo, "sft"), "rm": earlier(ppo, "rm"), "ppo": out / "ppo.pt"}
+    logs = {name: read_log(path.with_suffix(".jsonl")) for name, path in paths.items()}
+    write_page(out / "report.html", text, spread_over(samples, 6), iterations, logs)
 
 
 if __name__ == "__main__":

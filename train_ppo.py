@@ -43,12 +43,14 @@ class Config(PPOConfig, RunConfig):
     def __post_init__(self):
         self.at_least(1, "steps", "batch_size", "group_size", "sample_batch", "max_new_tokens")
         self.at_least(1, "epochs", "minibatches")
+        self.at_least(0, "micro_batch")
+        self.at_least(1e-3, "temperature")
         if self.batch_size % self.group_size:
             raise ValueError(f"batch_size ({self.batch_size}) should be a multiple of group_size")
         if self.policy and Path(self.policy).resolve() == (self.out / "ppo.pt").resolve():
             raise ValueError("policy: a second round needs another --out")
-        if not (self.temperature > 0 and 0 <= self.gamma <= 1 and 0 <= self.lam <= 1):
-            raise ValueError("temperature should be above 0; gamma and lam should be from 0 to 1")
+        if not (0 <= self.gamma <= 1 and 0 <= self.lam <= 1):
+            raise ValueError("gamma and lam should be from 0 to 1")
 
 
 def train(config, compute_advantages=compute_advantages, loss=ppo_loss):
@@ -70,11 +72,11 @@ def train(config, compute_advantages=compute_advantages, loss=ppo_loss):
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)
     models = ["sft"] if config.reward else ["sft", "rm"]
     record = Record(config, "ppo", config.steps, policy, optimizer, models, prompts=len(prompts))
+    first_prompts = prompt_batch(prompts, 0, config)
+    # The ratio must be 1 and, unless --policy is given, the KL 0. After that, files are replaced.
+    watch.check_start(policy, ref, score, first_prompts[: config.sample_batch], config)
     first = record.begin(config.resume)
     if first == 0:
-        first_prompts = prompt_batch(prompts, 0, config)
-        # The ratio must be 1 and, unless --policy is given, the KL 0.
-        watch.check_start(policy, ref, score, first_prompts[: config.sample_batch], config)
         center_values(policy, rollout_in_pieces(policy, ref, score, first_prompts, config))
 
     for step in range(first, config.steps):

@@ -1,6 +1,4 @@
-"""Stage 2: the reward model learns which of two answers people prefer.
-
-    python train_rm.py [--data FOLDER]     after train_sft.py, on the same data
+"""Stage 2, after train_sft.py: the reward model learns which of two answers people prefer.
 
 It reads pref_train.jsonl and pref_val.jsonl, rows {"prompt": ..., "chosen": ..., "rejected": ...}.
 The loss is -log sigmoid(score of the chosen answer - score of the rejected one). Writes out/rm.pt.
@@ -31,12 +29,15 @@ class Config(RunConfig):
     warmup: int = 20  # steps in which it climbs to its peak; at most a tenth of all
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
     answers: int = 2048  # of the SFT model, sampled to set the scale of the scores
+    sample_batch: int = 256  # answers sampled at once, if memory is short
     max_new_tokens: int = 48  # longest of these answers, in tokens; as in train_ppo.py
     temperature: float = 1.0  # at which they are sampled; as in train_ppo.py
 
     def __post_init__(self):
-        self.at_least(1, "steps", "epochs", "batch_size", "micro_batch", "max_new_tokens")
+        self.at_least(1, "steps", "epochs", "batch_size", "micro_batch", "sample_batch")
+        self.at_least(1, "max_new_tokens")
         self.at_least(2, "answers")
+        self.at_least(1e-3, "temperature")
 
 
 def scores_of(model, pairs, device):
@@ -58,7 +59,7 @@ def set_score_scale(reward_model, sft, prompts, config):
     in a hundred of them exceeds."""
     prompts = sorted(take(prompts, config.answers), key=len)
     scores = []
-    for piece in chunks(prompts, 256):
+    for piece in chunks(prompts, config.sample_batch):
         tokens, mask = generate(sft, piece, config.max_new_tokens, config.temperature)
         scores.append(reward_model(tokens, row_lengths(mask)))
     scores = torch.cat(scores)
@@ -75,7 +76,6 @@ def train(config):
     prompts = read_prompts(config, "train", tokenizer, sft.config.context)
     steps = min(config.steps, math.ceil(config.epochs * len(pairs) / config.batch_size))
     batches = similar_batches(pairs, steps, config.batch_size, config.seed)
-
     model = RewardModel(sft).to(device)
     groups = [{"params": model.parameters(), "peak": config.lr}]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99), fused=True)

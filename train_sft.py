@@ -24,7 +24,7 @@ from plumbing.text import Tokenizer, encode_rows
 
 @dataclass
 class Config(GPTConfig, RunConfig):
-    init: str = ""  # start from gpt2, gpt2-medium, -large, -xl or a folder with such a model
+    init: str = ""  # gpt2, gpt2-medium, -large, -xl or a folder: with its size and vocabulary
     steps: int = 1300  # gradient steps; fewer if `epochs` allows fewer
     epochs: int = 12  # passes over the rows, at most
     batch_size: int = 64  # rows per step
@@ -34,9 +34,9 @@ class Config(GPTConfig, RunConfig):
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
 
     def __post_init__(self):
-        super().__post_init__()
-        self.at_least(1, "steps", "epochs", "batch_size", "micro_batch")
+        self.at_least(1, "steps", "epochs", "batch_size", "micro_batch", "layers", "heads")
         self.at_least(257, "vocab_size")  # single bytes and the end token
+        super().__post_init__()
 
 
 def new_model(config, rows):

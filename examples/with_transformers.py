@@ -168,8 +168,12 @@ def rollout(policy, ref, score, prompts, config):
 def train(model, tokenizer, prompts, reward, config):
     """PPO, in place -> the metrics of each step."""
     torch.manual_seed(config.seed)
-    refuse(tokenizer.eos_token_id is None, "no end token", tokenizer)
-    policy = Policy(model, tokenizer.eos_token_id)
+    eos = tokenizer.eos_token_id
+    refuse(eos is None, "no end token", tokenizer)
+    ends = model.generation_config.eos_token_id  # None, an id or a list
+    other = isinstance(ends, int) and ends != eos or isinstance(ends, list) and eos not in ends
+    refuse(other, f"the tokenizer ends texts with {eos}, the model with", ends)
+    policy = Policy(model, eos)
     prompts = encode(tokenizer, prompts, policy.config.context - config.max_new_tokens)
     check(policy, prompts)
     weights = [p for p in model.parameters() if p.requires_grad]
@@ -207,7 +211,7 @@ def train(model, tokenizer, prompts, reward, config):
 
 
 def demo(steps=30):
-    model = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=259))
+    model = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=259, eos_token_id=1))
     tokenizer = transformers.ByT5Tokenizer(extra_ids=0)  # a token is a byte
 
     def capitals(completions, **columns):
@@ -227,7 +231,7 @@ def load(kind, folder):
 
 def main(config):
     torch.manual_seed(config.seed)  # of the adapter's weights
-    refuse(Path(config.out).exists(), "exists", config.out)
+    refuse(any(Path(config.out).glob("*")), "not empty", config.out)
     with open(f"{config.data}/prompts_train.jsonl", encoding="utf-8-sig") as file:
         rows = [json.loads(line) for line in file if line.strip()]
     model, tokenizer = load(transformers.AutoModelForCausalLM, config.policy)
@@ -241,7 +245,7 @@ def main(config):
         import peft
 
         model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear"))
-    Path(config.out).mkdir(parents=True)
+    Path(config.out).mkdir(parents=True, exist_ok=True)
     train(model, tokenizer, rows, reward, config)
     model = model.merge_and_unload() if config.lora else model
     model.save_pretrained(config.out)

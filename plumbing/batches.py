@@ -57,8 +57,9 @@ def spread_over(rows, n):
 
 def take(rows, n):
     """n of the rows, spread over all; if there are fewer, they are repeated."""
-    some = spread_over(rows, n)
-    return [some[i % len(some)] for i in range(n)]
+    if n < len(rows):
+        return [rows[i * len(rows) // n] for i in range(n)]
+    return [rows[i % len(rows)] for i in range(n)]
 
 
 def join_batches(batches):

@@ -63,12 +63,16 @@ def file_hash(path):
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
-def models_folder(config):
-    """The folder of the models of earlier stages: --models; without it --out, or, if no sft.pt is
-    there, the folder above."""
-    if config.models:
-        return Path(config.models)
-    return config.out if (config.out / "sft.pt").exists() else config.out.parent
+def earlier(config, name):
+    """The path of a model of an earlier stage, sft or rm: in the folder --models; without it in
+    --out or, if it is not there, in the folder above. UserError if its training has not ended."""
+    folders = [Path(config.models)] if config.models else [config.out, config.out.parent]
+    for folder in folders:
+        if (folder / f"{name}.pt").exists():
+            break
+        if (folder / f"{name}_state.pt").exists():
+            raise UserError(f"{folder}: train_{name}.py has not ended; --resume continues it")
+    return folder / f"{name}.pt"
 
 
 def read_log(path):
@@ -86,17 +90,17 @@ class Record:
     """What a run writes: its log, its state and, at the end, its model, out/STAGE.jsonl,
     out/STAGE_state.pt and out/STAGE.pt.
 
-    earlier: names of the models that it starts from. inputs: what tells data apart. --resume
-    compares both, and the settings.
+    models: names of those that it starts from. inputs: what tells data apart. --resume compares
+    both, and the settings.
     """
 
-    def __init__(self, config, stage, steps, model, optimizer, earlier=(), **inputs):
+    def __init__(self, config, stage, steps, model, optimizer, models=(), **inputs):
         self.state_path = config.out / f"{stage}_state.pt"
         self.log_path = config.out / f"{stage}.jsonl"
         self.model_path = config.out / f"{stage}.pt"
         self.settings = {**config.settings(), **inputs}
-        for name in earlier:
-            self.settings[name] = file_hash(models_folder(config) / f"{name}.pt")
+        for name in models:
+            self.settings[name] = file_hash(earlier(config, name))
         self.device = next(model.parameters()).device
         self.parts = {"model": model, "optimizer": optimizer}
         self.steps = steps

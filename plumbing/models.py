@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from data.rows import UserError
-from minippo import GPT, GPTConfig, RewardModel, frozen_copy, row_lengths
-from plumbing.files import file_hash, models_folder, read_torch
+from minippo import GPT, GPTConfig, RewardModel, row_lengths
+from plumbing.files import earlier, file_hash, read_torch
 from plumbing.text import Tokenizer, responses_of
 
 LARGEST_SCORE = 1e6  # far larger ones overflow
@@ -35,18 +35,21 @@ def load_checkpoint(path, kinds, device="cpu"):
 
 def load_sft(config, device):
     """-> the SFT model, tokenizer."""
-    model, tokenizer, _ = load_checkpoint(models_folder(config) / "sft.pt", ["sft"], device)
+    path = earlier(config, "sft")
+    model, tokenizer, _ = load_checkpoint(path, ["sft"], device)
+    print(f"read {path}")
     return model, tokenizer
 
 
 def load_from_same_sft(path, kinds, config, device):
     """A model that was trained from the SFT model of this run, or is it; else UserError."""
     model, _, metadata = load_checkpoint(path, kinds, device)
-    if file_hash(models_folder(config) / "sft.pt") not in (
+    if file_hash(earlier(config, "sft")) not in (
         metadata["settings"].get("sft"),
         file_hash(path),
     ):
         raise UserError(f"{path}: was trained from another sft.pt; train it again")
+    print(f"read {path}")
     return model
 
 
@@ -55,8 +58,8 @@ def load_score(config, tokenizer, device):
     of texts."""
     if config.reward:
         return text_score(load_function(config.reward), tokenizer)
-    path = models_folder(config) / "rm.pt"
-    reward_model = frozen_copy(load_from_same_sft(path, ["rm"], config, device))
+    reward_model = load_from_same_sft(earlier(config, "rm"), ["rm"], config, device)
+    reward_model.requires_grad_(False)
 
     def score(prompts, tokens, mask):
         return reward_model(tokens, row_lengths(mask))

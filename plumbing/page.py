@@ -2,7 +2,7 @@
 
 from html import escape
 
-from plumbing.files import read_log, write_text
+from plumbing.files import write_text
 from plumbing.settings import printable
 
 PAGE = """<!doctype html>
@@ -120,7 +120,6 @@ def chart_html(title, curves):
 
 
 def charts_html(logs):
-    """logs: {name of a stage: the lines of its log}"""
     charts = []
     for title, stage, names in CHARTS:
         curves = {}
@@ -133,11 +132,9 @@ def charts_html(logs):
     return "\n".join(charts)
 
 
-def write_page(out, models, text, samples, iterations):
-    """models: the folder of the earlier stages. samples: (before, after), responses each.
-    iterations: {where it starts: responses of report.one_iteration}."""
-    folders = {"sft": models, "rm": models, "ppo": out}
-    logs = {name: read_log(folders[name] / f"{name}.jsonl") for name in folders}
+def write_page(path, text, samples, iterations, logs):
+    """samples: (before, after), responses each. iterations: {where it starts: responses of
+    report.one_iteration}. logs: {name of a stage: the lines of its log}."""
     tables = []
     for start, responses in iterations.items():
         tables.append(f"<h3>It starts from {start}</h3>")
@@ -148,5 +145,5 @@ def write_page(out, models, text, samples, iterations):
         iterations="\n".join(tables),
         charts=charts_html(logs),
     )
-    write_text(out / "report.html", page)
-    print(f"open {out / 'report.html'} in a browser")
+    write_text(path, page)
+    print(f"open {path} in a browser")

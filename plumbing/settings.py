@@ -30,7 +30,7 @@ class RunConfig:
     def at_least(self, limit, *names):
         """UserError if one of these fields is below the limit."""
         for name in names:
-            if getattr(self, name) < limit:
+            if not getattr(self, name) >= limit:  # nor NaN
                 raise UserError(f"{name} ({getattr(self, name)}): should be at least {limit}")
 
     def prepare(self, stage):

@@ -14,7 +14,7 @@ import torch
 
 import evaluate
 import sample
-from data.rows import UserError, read_jsonl, write_jsonl
+from data.rows import UserError, read_jsonl
 from data.zoo import judge
 from minippo import evaluate_actions, pad_completions
 from plumbing import report as numbers
@@ -82,7 +82,7 @@ groups = []  # the responses that were sampled
 
 
 def evaluated(out, **flags):
-    """-> the report, and what write_page gets: text, samples, iterations."""
+    """-> the report, and what write_page gets."""
     shown = []
     groups.clear()
 
@@ -90,9 +90,9 @@ def evaluated(out, **flags):
         groups.append(numbers.sample(*arguments, **roles))
         return groups[-1]
 
-    def write(out, models, *arguments):
+    def write(path, *arguments):
         shown.extend(arguments)
-        write_page(out, models, *arguments)
+        write_page(path, *arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evaluate, "write_page", write)
@@ -102,7 +102,8 @@ def evaluated(out, **flags):
 
 
 def test_a_run_becomes_report_and_page(folder, capsys):
-    report, text, samples, iterations = evaluated("out")
+    report, text, samples, iterations, logs = evaluated("out")
+    assert [len(logs[name]) for name in ("sft", "rm", "ppo")] == [100, 30, 2]
     sft, best, policy = report["sft"], report["best_of_n"], report["policy"]
     assert text in capsys.readouterr().out
     for row in sft, best["64"], policy, report["unseen"]:
@@ -146,14 +147,14 @@ def test_a_run_becomes_report_and_page(folder, capsys):
 
 
 def test_the_page_shows_what_it_gets(tmp_path):
+    logs = {"rm": []}
     for stage, name in (("sft", "val_loss"), ("ppo", "score")):
-        rows = [{"step": 5 * i, name: 2.0 - i if i else None} for i in range(4)]
-        write_jsonl(tmp_path / f"{stage}.jsonl", rows)
+        logs[stage] = [{"step": 5 * i, name: 2.0 - i if i else None} for i in range(4)]
     response = {"prompt": "<i>", "score": 0.5, "tokens": ["<b>", "c"]}
     response |= {name: [0.001, -1.239] for name in COLUMNS} | {"advantages": [1.0, -2.0]}
     response["rivals"] = [[("<b>", 0.25, 0.75)], [("d", 0.5, 0.4), ("c", 0.1, 0.2)]]
     samples = [({"prompt": "<p>", "text": "<t>\x1b", "score": 1.0}, {"text": "u", "score": 2.0})]
-    write_page(tmp_path, tmp_path, "<text>", samples, {"the start": [response]})
+    write_page(tmp_path / "report.html", "<text>", samples, {"the start": [response]}, logs)
     page = (tmp_path / "report.html").read_text()
     assert "<pre>&lt;text&gt;</pre>" in page and "<b>&lt;p&gt;</b>" in page
     assert "before: &lt;t&gt;\\x1b (score 1.00)" in page and "after: u (score 2.00)" in page
@@ -177,7 +178,7 @@ def test_a_run_in_progress_is_measured(folder, tmp_path):
     state["settings"]["policy"] = "out/ppo.pt"  # of a second round
     torch.save(state, out / "ppo_state.pt")
     report, *shown = evaluated(out, state=True, **flags)
-    text, samples, iterations = shown
+    text, samples, iterations, _ = shown
     policy = report["policy"]  # one response to one prompt
     assert policy == report["unseen"] and abs(policy["optimality"]) < 9
     assert policy["kl"] == 0 and policy["score"] == samples[0][1]["score"]
@@ -185,7 +186,7 @@ def test_a_run_in_progress_is_measured(folder, tmp_path):
     (out / "ppo.pt").unlink()
     assert evaluated(out, **flags) == (report, *shown)
     torch.save(torch.load(out / "rm.pt") | {"other": 1}, out / "rm.pt")
-    with pytest.raises(UserError, match="rm.pt is not that of this run"):
+    with pytest.raises(UserError, match="rm.pt: not that of this run"):
         evaluated(out)
 
 
@@ -207,7 +208,7 @@ def run(monkeypatch, name, *flags):
     runpy.run_path(f"{ROOT}/variations/{name}.py", run_name="__main__")
     before, _, _ = load_checkpoint("out/sft.pt", ["sft"])
     trained = load_from_same_sft(f"out/{name}/ppo.pt", ["ppo"], Config(models="out"), "cpu")
-    assert not weights(trained).equal(weights(before))
+    assert not weights(trained.trunk).equal(weights(before.trunk))
     return read_log(f"out/{name}/ppo.jsonl")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import evaluate
 import sample
 import train_rm
 import train_sft
@@ -55,8 +56,10 @@ def test_flags_are_the_fields_of_a_dataclass(capsys):
         refused(rf"{name} \(0\): should be at least 1", read, f"--{name}=0")
     for name in ("epochs", "minibatches"):
         refused(rf"{name} \(-1\): should be at least 1", read, f"--{name}=-1")
-    for flag in ("--temperature=0", "--gamma=1.1", "--gamma=-0.1", "--lam=nan"):
-        refused("temperature should be above 0; gamma and lam", read, flag)
+    for flag in ("--temperature=0", "--temperature=nan"):
+        refused("temperature", read, flag)
+    for flag in ("--gamma=1.1", "--gamma=-0.1", "--lam=nan"):
+        refused("gamma and lam", read, flag)
     refused("another --out", read, "--policy=./out/ppo.pt")
     refused("batch_size .* multiple", read, "--batch_size=9", "--group_size=2")
     refused("--step", read, "--step=3")
@@ -66,7 +69,11 @@ def test_flags_are_the_fields_of_a_dataclass(capsys):
     refused("--device gpu: .*cpu", settings.find_device, "gpu")
     refused(r"seed \(-1\)", Config(seed=-1).prepare, "ppo")
     refused(r"vocab_size \(256\)", lambda: train_sft.Config(vocab_size=256))
+    refused(r"heads \(0\)", lambda: train_sft.Config(heads=0))
+    refused(r"micro_batch \(-1\)", read, "--micro_batch=-1")
     refused(r"answers \(1\)", lambda: train_rm.Config(answers=1))
+    refused("temperature", settings.read_flags, train_rm.Config, "", ["--temperature=0"])
+    refused("at least 1", settings.read_flags, evaluate.Config, "", ["out", "--prompts=0"])
 
 
 def test_a_users_mistake_is_one_line_and_a_bug_of_ours_a_traceback(monkeypatch, capsys):
@@ -184,6 +191,7 @@ def test_a_pass_has_every_row_once_and_depends_on_seed_and_step_alone():
 
 def test_rows_are_spread_over_all_or_repeated():
     assert batches.take([*range(9)], 3) == [0, 3, 6]
+    assert batches.take([*range(5)], 4) == [0, 1, 2, 3]
     assert batches.take([7, 8, 9], 5) == [7, 8, 9, 7, 8]
 
 

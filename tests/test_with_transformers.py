@@ -23,7 +23,12 @@ TALK = [{"role": "user", "content": "Hi"}]
 ANSWER = {"role": "assistant", "content": "c"}
 SIZES = {"vocab_size": 260, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 1, "intermediate_size": 32, "sliding_window": 3}
-SIZES |= {"max_position_embeddings": 64, "word_embed_proj_dim": 8, "pad_token_id": PAD}
+SIZES |= {
+    "max_position_embeddings": 64,
+    "word_embed_proj_dim": 8,
+    "pad_token_id": PAD,
+    "eos_token_id": EOS,
+}
 
 
 def tiny(kind="Llama", head="CausalLM", size=0.1, **more):
@@ -88,6 +93,10 @@ def test_what_would_go_wrong_is_refused():
     equal = classifier()
     torch.nn.init.zeros_(equal.score.weight)
     refuses("do not differ", tiny(), equal)
+    chat = tiny()
+    for ends in (5, [5, 6]):
+        chat.generation_config.eos_token_id = ends
+        refuses("the model with", chat)
     with pytest.raises(ValueError, match="no end token"):
         hf.train(tiny(), SimpleNamespace(eos_token_id=None), [], length_of, hf.Config())
     for prompt in ([*TALK, ANSWER], [5, PAD], [5, EOS, EOS], [EOS, EOS, 5], [BOS, BOS, 5]):
@@ -186,7 +195,7 @@ def test_the_program_writes_what_the_next_run_reads(tmp_path, monkeypatch):
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").touch()
     refused = {
-        "exists": "rm --out ppo",
+        "not empty": "rm --out ppo",
         "adapter": "adapter --out b",
         "score.weight": "ppo --out b",
         "vocab": "rm --out b",
