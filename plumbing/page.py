@@ -1,38 +1,38 @@
 """out/report.html: the result, responses before and after, PPO token by token, the curves."""
 
 from html import escape
+from string import Template
 
 from plumbing.files import write_text
 from plumbing.settings import printable
 
-PAGE = """<!doctype html>
+PAGE = Template("""<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>minippo: a run</title>
 <style>
-:root {{ color-scheme: light dark; }}
-body {{ max-width: 75rem; margin: 2rem auto; padding: 0 1rem; font: 1rem/1.5 sans-serif; }}
-p {{ max-width: 48rem; }}
-h2 {{ margin-top: 2.5rem; }}
-pre, .wide {{ overflow-x: auto; }}
-pre, table, figure {{ font-size: .85rem; }}
-td, th {{ padding: .1rem .6rem; white-space: pre; }}
-td, th {{ text-align: right; }}
-:is(td, th):is(:first-child, :last-child) {{ text-align: left; }}
-summary {{ margin: .5rem 0; overflow-wrap: anywhere; }}
-figure {{ display: inline-block; width: 20rem; max-width: 100%; margin: 0 1.5rem 1.5rem 0; }}
-svg {{ width: 100%; height: 9rem; border: solid grey; border-width: 1px 0; }}
-polyline {{ fill: none; stroke-width: 2; vector-effect: non-scaling-stroke; }}
+:root { color-scheme: light dark; }
+body { max-width: 75rem; margin: 2rem auto; padding: 0 1rem; font: 1rem/1.5 sans-serif; }
+p { max-width: 48rem; }
+h2 { margin-top: 2.5rem; }
+pre, .wide { overflow-x: auto; }
+pre, table, figure { font-size: .85rem; }
+td, th { padding: .1rem .6rem; white-space: pre; text-align: right; }
+:is(td, th):is(:first-child, :last-child) { text-align: left; }
+summary { margin: .5rem 0; overflow-wrap: anywhere; }
+figure { display: inline-block; width: 20rem; max-width: 100%; margin: 0 1.5rem 1.5rem 0; }
+svg { width: 100%; height: 9rem; border: solid grey; border-width: 1px 0; }
+polyline { fill: none; stroke-width: 2; vector-effect: non-scaling-stroke; }
 </style>
 <h1>What this run did</h1>
 <h2>The result</h2>
-<pre>{text}</pre>
+<pre>$text</pre>
 <p>Means over validation prompts, ± standard errors. <em>Best of n</em>: of n responses of the SFT
 model, the one with the highest score. <em>Unseen</em>: prompts that PPO was not trained on.
 The <em>judge</em>, if there is one, knows the truth, and takes no part in the training.</p>
 <h2>Before and after PPO: the first responses sampled, not chosen</h2>
-{samples}
+$samples
 <h2>Token by token</h2>
 <p>A single response cannot show which of its tokens earned the score. Over many responses, good
 choices stand out from bad ones. This is one iteration of PPO, made after the run with a new
@@ -41,11 +41,11 @@ has an advantage above 0, and is pushed up; an orange one is pushed down. The la
 come after the update: log pi, the ratio, and the likeliest tokens in this place with their
 probabilities in %, before → after. (All places share the weights, so other tokens move them too.)
 </p>
-{iterations}
+$iterations
 <h2>The curves</h2>
-{charts}
+$charts
 </html>
-"""
+""")
 COLUMNS = {  # of the table of a response
     "old_logprobs": "log pi",
     "ref_logprobs": "log ref",
@@ -139,7 +139,7 @@ def write_page(path, text, samples, iterations, logs):
     for start, responses in iterations.items():
         tables.append(f"<h3>It starts from {start}</h3>")
         tables += map(response_html, responses)
-    page = PAGE.format(
+    page = PAGE.substitute(
         text=escape(text),
         samples="\n".join(sample_html(*pair) for pair in samples),
         iterations="\n".join(tables),
