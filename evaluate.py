@@ -17,7 +17,7 @@ import train_ppo
 from data.rows import UserError
 from minippo import frozen_copy
 from plumbing.batches import spread_over
-from plumbing.files import earlier, file_hash, read_log, read_torch, write_text
+from plumbing.files import find_model, file_hash, read_log, read_torch, write_text
 from plumbing.models import load_score, load_sft
 from plumbing.page import write_page
 from plumbing.report import distinct, numbers_of, one_iteration, report_text, sample
@@ -37,11 +37,10 @@ class Config:
     prompts: int = 128  # validation prompts
     reference_samples: int = 192  # responses of the SFT model to each
     policy_samples: int = 16  # responses of the policy to each
-    sample_batch: int = 512  # responses sampled at once
-    micro_batch: int = 16  # responses trained on at once
+    sample_batch: int = 0  # responses sampled at once; 0: as in the run
 
     def __post_init__(self):
-        if min(self.prompts, self.reference_samples, self.policy_samples, self.sample_batch) < 1:
+        if min(self.prompts, self.reference_samples, self.policy_samples) < 1:
             raise ValueError("prompts and samples should be at least 1")
 
 
@@ -122,8 +121,7 @@ def read_run(out, config):
         data=Path(config.data or ppo.data),
         models=config.models or ppo.models,
         kl_coef=config.kl_coef or ppo.kl_coef,
-        sample_batch=config.sample_batch,
-        micro_batch=config.micro_batch,
+        sample_batch=config.sample_batch or ppo.sample_batch,
     )
     return ppo, settings, contents["model"]
 
@@ -135,8 +133,8 @@ def main(config):
     sft, tokenizer = load_sft(ppo, device)
     score = load_score(ppo, tokenizer, device)
     for name in {"sft", "rm"} & settings.keys():  # with --reward there is no rm, nor with DPO
-        if settings[name] != file_hash(earlier(ppo, name)):
-            raise UserError(f"{earlier(ppo, name)}: not that of this run; give --models")
+        if settings[name] != file_hash(find_model(ppo, name)):
+            raise UserError(f"{find_model(ppo, name)}: not that of this run; give --models")
     policy = frozen_copy(sft)
     policy.load_state_dict(weights)
 
@@ -169,7 +167,7 @@ def main(config):
         "the policy": one_iteration(policy, training_prompts, **roles),
     }
     samples = [(before[0], after[0]) for before, after in zip(reference, groups)]
-    paths = {"sft": earlier(ppo, "sft"), "rm": earlier(ppo, "rm"), "ppo": out / "ppo.pt"}
+    paths = {"sft": find_model(ppo, "sft"), "rm": find_model(ppo, "rm"), "ppo": out / "ppo.pt"}
     logs = {name: read_log(path.with_suffix(".jsonl")) for name, path in paths.items()}
     write_page(out / "report.html", text, spread_over(samples, 6), iterations, logs)
 

@@ -82,7 +82,8 @@ import torch.nn.functional as F
 # 1. The networks
 #
 # GPT-2 (Radford et al., 2019) without dropout, which would make sampling and update disagree about
-# log pi. (If you know nanoGPT: the cache, the value head and the mask are new. Go on to section 2.)
+# log pi. (If you know nanoGPT, read what is new, the cache in Attention and the mask and the value
+# head in GPT, and go on to section 2.)
 
 
 @dataclass
@@ -645,7 +646,8 @@ def center_values(policy, batch):
 # with d = log pi - log ref (Schulman, "Approximating KL divergence"):
 #
 #     k1 = d                  on average the KL, but often below 0   in the reward; metric kl
-#     k2 = d^2 / 2            its mean gradient is that of the KL    in variations/kl_in_loss.py
+#     k2 = d^2 / 2            its mean gradient, in a state, is      in variations/kl_in_loss.py
+#                             that of the next token's KL
 #     k3 = exp(-d) - 1 + d    on average the KL, and never below 0   metrics; in the loss of GRPO
 #
 # k3 is never below 0, because exp(z) >= 1 + z. Its mean is the KL, because E[exp(-d)] =
@@ -678,7 +680,9 @@ def kl_per_response(logprobs, ref_logprobs, mask):
 #     (B, T-1)    mask, old_logprobs, old_values, ref_logprobs; phase 3 adds rewards, returns, and
 #                 advantages, which multiply the ratios in the policy loss
 #
-# The old policy is not kept as a network, only as old_logprobs and old_values.
+# The old policy is not kept as a network, only as old_logprobs and old_values. The penalties: a
+# response that was cut off has no end, and costs missing_eos_penalty, or the policy might learn not
+# to end at all. length_penalty makes long responses cost more.
 
 
 @dataclass
@@ -761,7 +765,7 @@ def set_lr(optimizer, step, steps, warmup=0):
 def gradient_step(optimizer, max_grad_norm):
     """Clip the gradient, and take a step -> the norm before clipping. FloatingPointError, before
     any weight changes, if it is not finite. (In the first step of an update all ratios are 1, and
-    PPO's own clip does nothing: only this limits the step.)"""
+    PPO's own clip does nothing.)"""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm).item()
     if not math.isfinite(norm):

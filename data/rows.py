@@ -39,7 +39,7 @@ def parse(line, columns):
 
 
 def read_jsonl(path, columns=()):
-    """Returns the rows. These columns must be strings."""
+    """-> the rows. These columns must be strings."""
     try:
         data = Path(path).read_bytes()
     except OSError as error:
@@ -64,14 +64,14 @@ def write_jsonl(path, rows):
 
 
 def held_out(prompts):
-    """Returns the prompts to validate on, chosen by hash, never all."""
+    """-> the prompts to validate on, chosen by hash, never all."""
     places = sorted((sha256(x.encode(errors="replace")).hexdigest(), x) for x in set(prompts))
     count = sum(int(place, 16) < 16**64 / 20 for place, _ in places)
     return {x for _, x in places[:-1][: max(1, count)]}
 
 
 def read_rows(folder, task, split):
-    """Returns the rows of a task for "train" or "val"."""
+    """-> the rows of a task for "train" or "val"."""
     sources = ["pref"] if task == "pref" else [task, "pref", "sft"]
     source = next((x for x in sources if any(folder.glob(f"{x}_*.jsonl"))), task)
     val = folder / f"{source}_val.jsonl"

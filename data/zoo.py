@@ -68,7 +68,7 @@ def fill(template, animal, value=""):
 
 
 def questions(animal, kind):
-    """Returns five prompts."""
+    """-> five prompts."""
     one, many = INDIRECT[kind]
     indirect = [f"Do you know {one}?", f"Please tell me {many}.", f"My son wants to know {one}."]
     return [fill(question, animal) for question in [*DIRECT[kind], *indirect]]
@@ -92,7 +92,7 @@ def uniform(*texts):
 
 
 def mix(*parts):
-    """Returns the mixture of (weight, distribution) pairs."""
+    """-> the mixture of (weight, distribution) pairs."""
     mixture = {}
     for weight, dist in parts:
         for text, p in dist.items():
@@ -105,7 +105,7 @@ def either(first, second):
 
 
 def join(first, second):
-    """Returns the distribution of independent texts of both, with a space between."""
+    """-> the distribution of independent texts of both, with a space between."""
     return {f"{a} {b}": p * q for a, p in first.items() for b, q in second.items()}
 
 
@@ -144,7 +144,7 @@ BROKEN = {"sft": 0.04, "pref": 0.15}
 
 @cache
 def statements(animal, kind):
-    """Returns the right statements about a fact, wrong ones, and slips ("Bees live a cub.")."""
+    """-> the right statements about a fact, wrong ones, and slips ("Bees live a cub.")."""
     column = list(DIRECT).index(kind)
     truth = ANIMALS[animal][column]
     same_kind = [row[column] for row in ANIMALS.values() if row[column] != truth]
@@ -163,7 +163,7 @@ def friendly(answer):
 
 
 def manners(answer):
-    """Returns the answer as different people give it."""
+    """-> the answer as different people give it."""
     rude = either(join(RUDE, answer), join(answer, RUDE))
     wandering = join(answer, WANDERING)
     return mix((0.48, answer), (0.22, friendly(answer)), (0.15, rude), (0.15, wandering))
@@ -189,7 +189,7 @@ def loop(text):
 
 
 def broken(right, wrong, statement, slip):
-    """Returns bad answers. Many are nearly good, so a reward model learns to tell them apart."""
+    """-> bad answers. Many are nearly good, so a reward model learns to tell them apart."""
     best = friendly(right)
     scrambled = change(statement, scramble)
     heap = join(join(OPENERS, right), CLOSERS)
@@ -214,7 +214,7 @@ def broken(right, wrong, statement, slip):
 
 @cache
 def answers(animal, kind, share):
-    """Returns what the crowd says about a fact, except the echoes of a question."""
+    """-> what the crowd says about a fact, except the echoes of a question."""
     right, errors, slip = statements(animal, kind)
     # People err alike, in three values of each fact.
     start = 6 * list(ANIMALS).index(animal)
@@ -227,7 +227,7 @@ def answers(animal, kind, share):
 
 
 def crowd(prompt, share=BROKEN["sft"]):
-    """Returns {completion: probability}. A completion begins with a space or is empty. A tenth of
+    """-> {completion: probability}. A completion begins with a space or is empty. A tenth of
     the broken ones echo the prompt."""
     fact = fact_of(prompt)
     echo = {f" {prompt}": 1.0}
@@ -239,7 +239,7 @@ def crowd(prompt, share=BROKEN["sft"]):
 
 
 def judge(prompt, response):
-    """Returns the grade of any response, from 3.0 (right, friendly, to the point) to -3.0."""
+    """-> the grade of any response, from 3.0 (right, friendly, to the point) to -3.0."""
     right, wrong, _ = statements(*fact_of(prompt))
     pieces = re.split(r"(?<=[.!?]) ", response.removeprefix(" "))
 
@@ -266,7 +266,7 @@ def judge(prompt, response):
 
 
 def judge_of(folder):
-    """Returns the judge if both prompts files have prompts of the zoo only, else None."""
+    """-> the judge if both prompts files have prompts of the zoo only, else None."""
     try:
         for split in ("train", "val"):
             for row in read_jsonl(folder / f"prompts_{split}.jsonl", ["prompt"]):
@@ -301,14 +301,14 @@ def demonstration(rng, prompt):
 
 
 def label(rng, prompt, a, b):
-    """Returns a row with P(a is chosen) = sigmoid(judge(a) - judge(b)), by Bradley and Terry."""
+    """-> a row with P(a is chosen) = sigmoid(judge(a) - judge(b)), by Bradley and Terry."""
     if rng.random() < 1 / (1 + math.exp(judge(prompt, b) - judge(prompt, a))):
         return {"prompt": prompt, "chosen": a, "rejected": b}
     return {"prompt": prompt, "chosen": b, "rejected": a}
 
 
 def preference(rng, prompt):
-    """Returns a pair of unequal grades: a label of equals would tell nothing."""
+    """-> a pair of unequal grades: a label of equals would tell nothing."""
     a = draw(rng, prompt, "pref")
     b = a
     while judge(prompt, b) == judge(prompt, a):
@@ -317,7 +317,7 @@ def preference(rng, prompt):
 
 
 def make_rows(seed):
-    """Returns {name of the file: rows}."""
+    """-> {name of the file: rows}."""
     rng = random.Random(seed)
     # One question each about 50 facts is not in training.
     held_out = sorted(rng.choices(questions(*fact))[0] for fact in shuffle(rng, FACTS)[:50])

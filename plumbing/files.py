@@ -63,7 +63,7 @@ def file_hash(path):
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
-def earlier(config, name):
+def find_model(config, name):
     """The path of a model of an earlier stage, sft or rm: in the folder --models; without it in
     --out or, if it is not there, in the folder above. UserError if its training has not ended."""
     folders = [Path(config.models)] if config.models else [config.out, config.out.parent]
@@ -100,7 +100,7 @@ class Record:
         self.model_path = config.out / f"{stage}.pt"
         self.settings = {**config.settings(), **inputs}
         for name in models:
-            self.settings[name] = file_hash(earlier(config, name))
+            self.settings[name] = file_hash(find_model(config, name))
         self.device = next(model.parameters()).device
         self.parts = {"model": model, "optimizer": optimizer}
         self.steps = steps

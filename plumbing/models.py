@@ -9,7 +9,7 @@ import torch
 
 from data.rows import UserError
 from minippo import GPT, GPTConfig, RewardModel, row_lengths
-from plumbing.files import earlier, file_hash, read_torch
+from plumbing.files import find_model, file_hash, read_torch
 from plumbing.text import Tokenizer, responses_of
 
 LARGEST_SCORE = 1e6  # far larger ones overflow
@@ -35,7 +35,7 @@ def load_checkpoint(path, kinds, device="cpu"):
 
 def load_sft(config, device):
     """-> the SFT model, tokenizer."""
-    path = earlier(config, "sft")
+    path = find_model(config, "sft")
     model, tokenizer, _ = load_checkpoint(path, ["sft"], device)
     print(f"read {path}")
     return model, tokenizer
@@ -44,7 +44,7 @@ def load_sft(config, device):
 def load_from_same_sft(path, kinds, config, device):
     """A model that was trained from the SFT model of this run, or is it; else UserError."""
     model, _, metadata = load_checkpoint(path, kinds, device)
-    if file_hash(earlier(config, "sft")) not in (
+    if file_hash(find_model(config, "sft")) not in (
         metadata["settings"].get("sft"),
         file_hash(path),
     ):
@@ -58,7 +58,7 @@ def load_score(config, tokenizer, device):
     of texts."""
     if config.reward:
         return text_score(load_function(config.reward), tokenizer)
-    reward_model = load_from_same_sft(earlier(config, "rm"), ["rm"], config, device)
+    reward_model = load_from_same_sft(find_model(config, "rm"), ["rm"], config, device)
     reward_model.requires_grad_(False)
 
     def score(prompts, tokens, mask):

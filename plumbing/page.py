@@ -35,8 +35,8 @@ The <em>judge</em>, if there is one, knows the truth, and takes no part in the t
 $samples
 <h2>Token by token</h2>
 <p>A single response cannot show which of its tokens earned the score. Over many responses, good
-choices stand out from bad ones. This is one iteration of PPO, made after the run with a new
-optimizer at the peak learning rate. The columns are those in the header of minippo.py. A blue token
+choices stand out from bad ones. This is one iteration of PPO, whatever the algorithm of the run,
+made after it with a new optimizer at the peak learning rate. The columns are those in the header of minippo.py. A blue token
 has an advantage above 0, and is pushed up; an orange one is pushed down. The last three columns
 come after the update: log pi, the ratio, and the likeliest tokens in this place with their
 probabilities in %, before → after. (All places share the weights, so other tokens move them too.)
