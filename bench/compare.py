@@ -1,8 +1,7 @@
-"""Trains other settings and algorithms on the same models, and prints a table of RESULTS.md.
+"""Trains with other settings and algorithms on the same models, and prints a table of RESULTS.md.
 
-    python -m bench.seeds 1 2 3                 first: it makes the models, in out/seeds
-    python -m bench.compare settings 1 2 3
-    python -m bench.compare algorithms 1 2 3
+    python -m bench.seeds 1 2 3       first: it makes the models, in out/seeds
+    python -m bench.compare 1 2 3
 
 All policies are trained for 200 iterations, and compared at the beta of PPO, 0.1. An interrupted
 command goes on where it was stopped: remove out/compare when the code has changed.
@@ -14,25 +13,16 @@ from pathlib import Path
 
 from bench.seeds import python, table
 
-TABLES = {
-    "settings": {
-        "PPO": "train_ppo.py",
-        "lam = 0.95": "train_ppo.py --lam 0.95",
-        "lam = 0": "train_ppo.py --lam 0",
-        "beta = 0.03": "train_ppo.py --kl_coef 0.03",
-        "beta = 0.3": "train_ppo.py --kl_coef 0.3",
-        "beta = 0": "train_ppo.py --kl_coef 0",
-        "no value function": "train_ppo.py --vf_coef 0",
-        "four passes": "train_ppo.py --epochs 4",
-        "four passes, no clip of the values": "train_ppo.py --epochs 4 --value_clip inf",
-        "four passes, no clip": "train_ppo.py --epochs 4 --clip_eps inf --value_clip inf",
-    },
-    "algorithms": {  # with flags that were found on seed 0
-        "PPO": "train_ppo.py",
-        "REINFORCE": "-m variations.reinforce --lr 4e-4",
-        "RLOO": "-m variations.rloo --group_size 8",
-        "GRPO": "-m variations.grpo --group_size 8 --lr 4e-4",
-    },
+COMMANDS = {  # the flags of RLOO and GRPO were found on seed 0
+    "PPO": "train_ppo.py",
+    "lam = 0.95": "train_ppo.py --lam 0.95",
+    "lam = 0": "train_ppo.py --lam 0",
+    "no value function": "train_ppo.py --vf_coef 0",
+    "four passes": "train_ppo.py --epochs 4",
+    "four passes, no clip of the values": "train_ppo.py --epochs 4 --value_clip inf",
+    "four passes, no clip": "train_ppo.py --epochs 4 --clip_eps inf --value_clip inf",
+    "RLOO": "-m variations.rloo --group_size 8",
+    "GRPO": "-m variations.grpo --group_size 8 --lr 4e-4",
 }
 
 
@@ -46,10 +36,10 @@ def train_and_evaluate(words, seed):
     return json.loads((out / "report.json").read_text())["policy"]
 
 
-def main(name, *seeds):
+def main(*seeds):
     rows = {}
-    for label, command in TABLES[name].items():
-        rows[label] = [train_and_evaluate(command.split(), seed) for seed in seeds]
+    for name, command in COMMANDS.items():
+        rows[name] = [train_and_evaluate(command.split(), seed) for seed in seeds]
     print(table(rows))
 
 

@@ -78,8 +78,7 @@ def test_a_table_of_results_has_means_and_standard_errors():
 
 
 def test_every_command_of_the_tables_has_these_flags():
-    commands = [command for table in compare.TABLES.values() for command in table.values()]
-    for command in commands:
+    for command in compare.COMMANDS.values():
         program, *flags = command.removeprefix("-m ").split()
         module = importlib.import_module(program.removesuffix(".py"))
         read_flags(module.Config, "", flags)
