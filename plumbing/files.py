@@ -68,11 +68,12 @@ def find_model(config, name):
     --out or, if it is not there, in the folder above. UserError if its training has not ended."""
     folders = [Path(config.models)] if config.models else [config.out, config.out.parent]
     for folder in folders:
-        if (folder / f"{name}.pt").exists():
-            break
+        path = folder / f"{name}.pt"
+        if path.exists():
+            return path
         if (folder / f"{name}_state.pt").exists():
             raise UserError(f"{folder}: train_{name}.py has not ended; --resume continues it")
-    return folder / f"{name}.pt"
+    return folders[0] / f"{name}.pt"
 
 
 def read_log(path):
