@@ -18,9 +18,6 @@ COMMANDS = {  # the flags of RLOO and GRPO were found on seed 0
     "lam = 0.95": "train_ppo.py --lam 0.95",
     "lam = 0": "train_ppo.py --lam 0",
     "no value function": "train_ppo.py --vf_coef 0",
-    "four passes": "train_ppo.py --epochs 4",
-    "four passes, no clip of the values": "train_ppo.py --epochs 4 --value_clip inf",
-    "four passes, no clip": "train_ppo.py --epochs 4 --clip_eps inf --value_clip inf",
     "RLOO": "-m variations.rloo --group_size 8",
     "GRPO": "-m variations.grpo --group_size 8 --lr 4e-4",
 }
