@@ -581,6 +581,8 @@ def policy_loss(logprobs, old_logprobs, advantages, clip_eps):
     """PPO's clipped objective (eq. 7), negated -> losses, stats, to be averaged over the mask:
     (B, T-1) each. Only logprobs has a gradient. Needs k3."""
     check_shapes(logprobs, old_logprobs, advantages)
+    if torch.is_grad_enabled() and not logprobs.requires_grad:
+        raise ValueError("logprobs has no gradient: is it old_logprobs, or from a frozen network?")
     log_ratio = logprobs - old_logprobs.detach()
     ratio = log_ratio.clamp(max=20).exp()  # pi / old
     unclipped = ratio * advantages.detach()

@@ -106,6 +106,7 @@ def test_reward_model_and_reference_start_as_copies():
 # 2. Log-probabilities and masks
 
 
+@torch.no_grad()
 def test_other_shapes_16_bits_and_masks_of_numbers_are_refused():
     X, mask, tokens = noise(2, 3), marks(".xx", "x.."), torch.ones(2, 4).long()
     for function, *arguments in (
@@ -133,6 +134,12 @@ def test_rows_are_padded_on_the_right_and_completions_marked():
     tokens, mask = pad_completions([([1], [2, 3]), ([4, 5, 6], [7])])
     assert tokens.tolist() == [[1, 2, 3, 0], [4, 5, 6, 7]]
     assert_equal(mask, marks("xx.", "..x"))
+
+
+def test_a_loss_without_a_gradient_is_refused():
+    old_logprobs = noise(2, 3)
+    with pytest.raises(ValueError, match="gradient"):
+        policy_loss(old_logprobs, noise(2, 3).requires_grad_(), old_logprobs, 0.2)
 
 
 def test_a_row_ends_with_its_last_action():
