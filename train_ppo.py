@@ -6,9 +6,10 @@
                                            score(prompts, completions, **columns) -> numbers
 
 Writes out/ppo.pt at the end; then `python evaluate.py out` measures it. Every half minute (large
-models: more rarely) the state of the run is saved: policy, optimizer, iteration, random numbers. A
-kill loses what came after. --resume continues from there. It refuses other settings (paths, device,
-micro_batch, sample_batch may change), another sft.pt, rm.pt or number of prompts.
+models: more rarely) out/ppo_state.pt is written: policy, optimizer, iteration, random numbers. A
+kill loses what came after. --resume continues from there. It refuses other settings (data, models,
+policy, out, device, micro_batch, sample_batch may change), another sft.pt or rm.pt, and another
+number of prompts. A second round, with fresh optimizer: --policy out/ppo.pt --out out/2.
 """
 
 from dataclasses import dataclass
