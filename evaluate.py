@@ -167,8 +167,9 @@ def main(config):
         "the policy": one_iteration(policy, training_prompts, **roles),
     }
     samples = [(before[0], after[0]) for before, after in zip(reference, groups)]
-    paths = {"sft": find_model(ppo, "sft"), "rm": find_model(ppo, "rm"), "ppo": out / "ppo.pt"}
-    logs = {name: read_log(path.with_suffix(".jsonl")) for name, path in paths.items()}
+    names = ["sft"] if ppo.reward else ["sft", "rm"]
+    logs = {name: read_log(find_model(ppo, name).with_suffix(".jsonl")) for name in names}
+    logs["ppo"] = read_log(out / "ppo.jsonl")
     write_page(out / "report.html", text, spread_over(samples, 6), iterations, logs)
 
 

@@ -9,7 +9,7 @@ Writes out/ppo.pt at the end; then `python evaluate.py out` measures it. Every h
 models: more rarely) out/ppo_state.pt is written: policy, optimizer, iteration, random numbers. A
 kill loses what came after. --resume continues from there. It refuses other settings (data, models,
 policy, out, device, micro_batch, sample_batch may change), another sft.pt or rm.pt, and another
-number of prompts. A second round, with fresh optimizer: --policy out/ppo.pt --out out/2.
+number of prompts. A second round, with a new optimizer: --policy out/ppo.pt --out out/2.
 """
 
 from dataclasses import dataclass

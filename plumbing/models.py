@@ -44,10 +44,8 @@ def load_sft(config, device):
 def load_from_same_sft(path, kinds, config, device):
     """A model that was trained from the SFT model of this run, or is it; else UserError."""
     model, _, metadata = load_checkpoint(path, kinds, device)
-    if file_hash(find_model(config, "sft")) not in (
-        metadata["settings"].get("sft"),
-        file_hash(path),
-    ):
+    sft = file_hash(find_model(config, "sft"))
+    if sft not in (metadata["settings"].get("sft"), file_hash(path)):
         raise UserError(f"{path}: was trained from another sft.pt; train it again")
     print(f"read {path}")
     return model

@@ -147,7 +147,7 @@ def test_a_run_becomes_report_and_page(folder, capsys):
 
 
 def test_the_page_shows_what_it_gets(tmp_path):
-    logs = {"rm": []}
+    logs = {}  # with a reward of one's own there is none of "rm"
     for stage, name in (("sft", "val_loss"), ("ppo", "score")):
         logs[stage] = [{"step": 5 * i, name: 2.0 - i if i else None} for i in range(4)]
     response = {"prompt": "<i>", "score": 0.5, "tokens": ["<b>", "c"]}

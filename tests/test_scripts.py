@@ -36,6 +36,9 @@ SETTINGS["ppo"] |= {"minibatches": 1, "kl_coef": 0.5, "reward": "my:vowels"}
 REWARD = """
 def vowels(prompts, completions, **_):
     return [10.0 + ("e" in y) + (x[0] == "a") for x, y in zip(prompts, completions)]
+
+def broken(**_):
+    return []
 """
 for_each_stage = pytest.mark.parametrize("stage", STAGES)
 
@@ -269,6 +272,7 @@ def test_an_overwritten_run_is_resumed_in_other_pieces(monkeypatch):
 
 def test_an_existing_run_is_not_touched_unasked():
     refused("give one of them", "sft", resume=True, overwrite=True)
+    refused("one number", "ppo", overwrite=True, reward="my:broken")  # found before it is replaced
     for stage in STAGES:
         for name in (f"{stage}.pt", f"{stage}_state.pt"):
             out = Path("out/one", name)
