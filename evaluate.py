@@ -16,7 +16,7 @@ import torch
 import train_ppo
 from data.rows import UserError
 from minippo import frozen_copy
-from plumbing.batches import spread_over
+from plumbing.batches import take
 from plumbing.files import find_model, file_hash, read_log, read_torch, write_text
 from plumbing.models import load_score, load_sft
 from plumbing.page import write_page
@@ -28,7 +28,6 @@ from plumbing.text import read_prompts
 @dataclass
 class Config:
     folder: Path  # of the run, such as out
-    state: bool = False  # measure ppo_state.pt, not ppo.pt
     data: str = ""  # data folder, if not the run's
     models: str = ""  # folder of sft.pt and rm.pt, if not the run's
     kl_coef: float = 0.0  # beta of J, if not the run's; where that is another penalty, give 0.1
@@ -72,7 +71,7 @@ def estimate(columns):
 
 def optimality(J, J_sft, J_best):
     """(J(policy) - J(SFT)) / (J* - J(SFT)) from (P,) each: a ratio of means, with its standard
-    error by the delta method. Nothing if no policy can gain."""
+    error by the delta method. {} if the reference is the best policy already."""
     gain = J - J_sft
     possible = J_best - J_sft
     if possible.mean() < 1e-6:
@@ -111,7 +110,7 @@ def furthest(groups):
 def read_run(out, config):
     """The folder of a run -> the settings of its PPO, what its models and reward were, and the
     weights of its policy."""
-    in_progress = config.state or not (out / "ppo.pt").exists()
+    in_progress = not (out / "ppo.pt").exists()
     contents = read_torch(out / ("ppo_state.pt" if in_progress else "ppo.pt"), "run train_ppo.py")
     settings = contents["settings"] if in_progress else contents["metadata"]["settings"]
     names = [field.name for field in fields(train_ppo.Config) if field.name in settings]
@@ -138,8 +137,8 @@ def main(config):
     policy = frozen_copy(sft)
     policy.load_state_dict(weights)
 
-    training_prompts = read_prompts(ppo, "train", tokenizer, sft.config.context)
-    prompts = read_prompts(ppo, "val", tokenizer, sft.config.context)
+    training_prompts = read_prompts(ppo.data, "train", tokenizer, sft.config.context)
+    prompts = read_prompts(ppo.data, "val", tokenizer, sft.config.context)
     torch.manual_seed(config.seed)
     prompts = [prompts[i] for i in torch.randperm(len(prompts))[: config.prompts]]
     prompts.sort(key=len)  # for speed
@@ -170,7 +169,7 @@ def main(config):
     names = ["sft"] if ppo.reward else ["sft", "rm"]
     logs = {name: read_log(find_model(ppo, name).with_suffix(".jsonl")) for name in names}
     logs["ppo"] = read_log(out / "ppo.jsonl")
-    write_page(out / "report.html", text, spread_over(samples, 6), iterations, logs)
+    write_page(out / "report.html", text, take(samples, min(6, len(samples))), iterations, logs)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,12 @@ answers or completions), PPO maximises
     J = E[ score(x, y) ] - beta * KL(pi || ref)      (InstructGPT, arXiv:2203.02155, eq. 2)
 
 The *policy* pi is the language model, seen as a rule for choosing the next token: a distribution
-over all tokens, not only the likeliest one. The *reference* ref is the frozen SFT model. p(y) and
-q(y) are the probabilities of a whole response under pi and ref, log pi and log ref the
-log-probabilities of one token. E is the mean over prompts and over responses of pi. KL(pi || ref),
-the Kullback-Leibler divergence, is E[log p(y) - log q(y)]: how far the policy has moved, in nats
-(the unit of natural logarithms). Beta (kl_coef in the code) is the penalty per nat. PPO repeats
-four phases:
+over all tokens, not only the likeliest one. The *reference* ref is the frozen SFT model. log pi and
+log ref are their log-probabilities of one token; log pi(y) and log ref(y) are those of a whole
+response, the sums over its tokens. E is the mean over prompts and over responses that pi writes.
+KL(pi || ref), the Kullback-Leibler divergence, is E[log pi(y) - log ref(y)]: how far the policy has
+moved, in nats (the unit of natural logarithms). Beta (kl_coef in the code) is the penalty per nat.
+PPO repeats four phases:
 
     prompts --> 1. policy --> responses, log pi, values -----------------+
                      ^            |                                      |
@@ -42,9 +42,9 @@ vocabulary, N response tokens.
 
 One convention holds everywhere. A row is a prompt, its response, then padding, and starts at column
 0. Attention is causal, so no response sees padding. Choosing token t + 1 is the *action* taken in
-the *state* "tokens 0 .. t have been read", and every number about that choice is stored at index t:
-log pi at index 1 is that of token 2, "sweet". With the prompt "Bees eat", a score of 1.40 and beta
-0.1 (a dot means: not used):
+the *state* "tokens 0 .. t have been read". Everything about this choice is stored at index t: log
+pi at index 1 is that of token 2, "sweet". An example, with the prompt "Bees eat", a score of 1.40
+and beta 0.1 (a dot means: not used):
 
     index t      0      1      2      3      4      5
     tokens       Bees   eat    sweet  nectar <eos>  pad     (B, T); <eos> is the end token
@@ -65,7 +65,7 @@ counts as 0. (Gamma and lam, see section 5, are 1 here.)
     whitened     .      0.95   0.43  -1.38   .              scaled to mean 0, variance 1 in a batch
 
 Phase 4 makes actions with a whitened advantage above 0 more probable, and those below 0 less
-probable. (Here the batch is one response. The advantage of <eos> is below 0, because 1.50 had been
+probable. (Here the batch is one response. The advantage of <eos> is below 0: 1.50 had been
 predicted, and 1.38 came.)
 """
 
@@ -204,9 +204,9 @@ def frozen_copy(model):
 # ------------------------------------------------------------
 # 2. Log-probabilities and masks
 #
-# Sums and means run over response tokens only: numbers[mask] picks these N tokens. Prompts or
-# padding that leak in would be trained on, dilute every mean, and add to the KL. (Padding is id 0,
-# an ordinary token, which no response reads and no sum contains.)
+# Sums and means run over response tokens only: numbers[mask] picks the N of them. If prompts or
+# padding leaked in, they would be trained on, and count in every mean and in the KL. (Padding is
+# id 0, an ordinary token, which no response reads and no sum contains.)
 
 
 def check_shapes(*tensors, mask=None):
@@ -413,9 +413,9 @@ def reward_model_loss(chosen_scores, rejected_scores):
 # gets one score at the end (a *sparse reward*). We want to maximise E[score]. A random draw has no
 # gradient, but its probability does. With respect to the weights of the policy,
 #
-#     grad E[score] = grad sum_y p(y) * score(y) = sum_y grad p(y) * score(y)
-#                   = sum_y p(y) * grad log p(y) * score(y)     because grad p = p * grad log p
-#                   = E[ grad log p(y) * score(y) ]             (the log-derivative trick)
+#     grad E[score] = grad sum_y pi(y) * score(y) = sum_y grad pi(y) * score(y)
+#                   = sum_y pi(y) * grad log pi(y) * score(y)   because grad pi = pi * grad log pi
+#                   = E[ grad log pi(y) * score(y) ]            (the log-derivative trick)
 #
 # This is the *policy gradient*, a mean over samples: SFT on the policy's own responses, each
 # weighted by its score. A loss is minimised, so it gets a minus: REINFORCE (Williams, 1992)
@@ -423,22 +423,23 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #     tokens, mask = generate(policy, prompts, max_new_tokens)
 #     logprobs, _ = evaluate_actions(policy, tokens, mask)
 #     scores = score(prompts, tokens, mask)
-#     loss = -(logprobs.sum(1) * scores).mean()    # log p(y) is the sum of log pi
+#     loss = -(logprobs.sum(1) * scores).mean()    # the sum is log pi(y)
 #
-# (A token leads to one state for certain: the row plus this token. So p(y) has no other factors.)
+# (The next state is always the row plus the chosen token, so no other probability enters pi(y).)
 # Sampling is how the policy *explores*: what is never sampled is never rewarded. A mean over
 # samples is noisy, and most of what follows fights this noise. Four changes lead from here to PPO.
 #
 # 5.2 The first change: the KL joins the reward
 #
-# In J, score - beta * (log p - log q) of the whole response replaces the score. As log p has a
-# gradient too, the product rule gives one more term:
+# In J, score(y) - beta * (log pi(y) - log ref(y)) replaces the score. As log pi(y) has a gradient
+# too, the product rule gives one more term:
 #
-#     grad J = E[ grad log p * (score - beta * (log p - log q)) ] - beta * E[ grad log p ]
+#     grad J = E[ grad log pi(y) * (score(y) - beta * (log pi(y) - log ref(y))) ]
+#              - beta * E[ grad log pi(y) ]
 #
-# The last term is 0: E[grad log p] = sum_y p * grad log p = sum_y grad p = grad 1 = 0. And log p is
-# a sum over the tokens of y, so the KL splits into a reward for each token,
-# -beta * (log pi - log ref). The last token gets the score too.
+# The last term is 0: it is the sum over y of pi(y) * grad log pi(y) = grad pi(y), and the sum of
+# all pi(y) is 1, whose gradient is 0. The logarithms are sums over the tokens of y, so the KL
+# splits into a reward for each token, -beta * (log pi - log ref). The last one gets the score too.
 
 
 def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
@@ -459,37 +460,43 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 # usually make this gradient less noisy.
 #
 # Drop the earlier rewards. When a token is chosen, the rewards before it are constants. Given the
-# state, E[grad log pi] is 0 (as E[grad log p] is above), and so is a constant times it. So grad
+# state, E[grad log pi] is 0 (for the same reason as above), and so is a constant times it. So grad
 # log pi is multiplied by the *return*: the sum of the token's own and all later rewards.
 #
-# Subtract a baseline. For the same reason, any number that does not depend on the action may be
+# Subtract a baseline. For this reason too, any number that does not depend on the action may be
 # subtracted from the return. (Without a baseline, scores that are all positive push up every
 # response, good or bad.) PPO subtracts the *value*, a prediction of the return from this state. The
 # difference is the *advantage* A. (Textbooks write A = Q - V, where Q is the expected return once
 # the action is chosen.) The value function is the *critic*, the policy the *actor*.
 
 
+# 5.4 How far to trust the values: generalised advantage estimation (GAE, arXiv:1506.02438)
+#
+# return - value uses the whole sampled future (*Monte Carlo*): right on average, but noisy. The
+# other extreme looks one step ahead, and trusts the next value for the rest (*bootstrapping*). With
+# rewards r and values v, it is the *temporal difference error*
+#
+#     delta_t = r_t + gamma v_{t+1} - v_t
+#
+# It is less noisy, but biased where values are wrong. GAE lies in between: it adds the later
+# deltas, each with a smaller weight (eq. 16):
+#
+#     A_t = delta_t + (gamma lam) delta_{t+1} + (gamma lam)^2 delta_{t+2} + ...
+#         = delta_t + (gamma lam) A_{t+1}
+#
+# The response of the header:       lam 1      0.55   0.40  -0.12     return - value
+#                                   lam 0.9    0.52   0.41  -0.12
+#                                   lam 0      0.15   0.52  -0.12     delta
+#
+# With lam = 1 the values in between cancel. (Below 1, A averages the estimates that look 1, 2, 3,
+# ... steps ahead, with weights that fall by the factor lam.) The default here is 1. For responses
+# of hundreds of tokens, many start with 0.95. With gamma below 1, later rewards count less; for
+# text, 1 is usual.
+
+
 def gae(rewards, values, mask, gamma, lam):
-    """Generalised advantage estimation (arXiv:1506.02438): (B, T-1) each -> advantages, returns.
-
-    return - value uses the whole sampled future. The other extreme looks one step ahead, and trusts
-    the next value for the rest (*bootstrapping*). With rewards r and values v, it is the *temporal
-    difference error* delta_t = r_t + gamma v_{t+1} - v_t. GAE counts later deltas too (eq. 16):
-
-        A_t = delta_t + (gamma lam) delta_{t+1} + (gamma lam)^2 delta_{t+2} + ...
-            = delta_t + (gamma lam) A_{t+1}
-
-    The response of the header:       lam 1      0.55   0.40  -0.12
-                                      lam 0.9    0.52   0.41  -0.12
-                                      lam 0      0.15   0.52  -0.12
-
-    With lam = 1 the values in between cancel: A is return - value (*Monte Carlo*), unbiased, but
-    noisy. lam = 0 gives only delta: less noisy, but biased where values are wrong. In between, A
-    averages the estimates that look 1, 2, 3, ... steps ahead, with weights that fall by the factor
-    lam. (For responses of hundreds of tokens, many start with lam = 0.95.) With gamma below 1,
-    later rewards count less; for text, gamma = 1 is usual. The value after the last action counts
-    as 0, even if the length limit cut the response off: the score is paid by then.
-    """
+    """(B, T-1) each -> advantages, returns. The value after the last action counts as 0, even if
+    the length limit cut the response off: the score is paid by then."""
     check_shapes(rewards, values, mask=mask)
     advantages = torch.zeros_like(rewards)
     advantage = torch.zeros_like(rewards[:, 0])
@@ -520,7 +527,7 @@ def whiten(numbers, mask):
     return torch.where(mask, (numbers - mean) / (std + rounding), 0.0)
 
 
-# 5.4 The fourth change: several gradient steps on one batch, because sampling is slow
+# 5.5 The fourth change: several gradient steps on one batch, because sampling is slow
 #
 # A pass over the batch is cut into minibatches, with a gradient step for each. At the first step,
 # the policy being trained is still the one that sampled the batch (*on-policy*). From then on, the
@@ -547,7 +554,7 @@ def whiten(numbers, mask):
 #     A              0.95   0.43  -1.38     the whitened advantage
 #     clipped        1.20   1.11   0.80
 #     ratio * A      1.22   0.47  -1.02
-#     clipped * A    1.14   0.47  -1.11     here never larger than ratio * A
+#     clipped * A    1.14   0.47  -1.11     here the smaller one, or equal
 #     gradient       0      0.47   0        what multiplies grad log pi
 #
 # The loss is -(1.14 + 0.47 - 1.11) / 3 = -0.17. Where the clipped product is the smaller one, there
@@ -570,33 +577,26 @@ def whiten(numbers, mask):
 # -1.35 without it (both without the clip of the values; RESULTS.md).
 
 
-def k3(d):
-    """An estimate of KL(pi || ref) at each token, from d = log pi - log ref of a token sampled from
-    pi, of any shape; see 5.6."""
-    d = d.clamp(min=-20)  # exp must not overflow
-    return (-d).exp() - 1 + d
-
-
 def policy_loss(logprobs, old_logprobs, advantages, clip_eps):
     """PPO's clipped objective (eq. 7), negated -> losses, stats, to be averaged over the mask:
-    (B, T-1) each. Only logprobs has a gradient. Needs k3."""
+    (B, T-1) each. Only logprobs has a gradient."""
     check_shapes(logprobs, old_logprobs, advantages)
     if torch.is_grad_enabled() and not logprobs.requires_grad:
         raise ValueError("logprobs has no gradient: is it old_logprobs, or from a frozen network?")
-    log_ratio = logprobs - old_logprobs.detach()
-    ratio = log_ratio.clamp(max=20).exp()  # pi / old
+    log_ratio = (logprobs - old_logprobs.detach()).clamp(max=20)  # exp must not overflow
+    ratio = log_ratio.exp()  # pi / old
     unclipped = ratio * advantages.detach()
     clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps) * advantages.detach()
     losses = -torch.min(unclipped, clipped)
     return losses, {
         "policy_loss": losses,
-        "approx_kl": k3(-log_ratio),  # KL(old || pi): old has sampled
+        "approx_kl": ratio - 1 - log_ratio,  # KL(old || pi) by k3 of section 5.7: old has sampled
         "clip_frac": ((ratio - 1).abs() > clip_eps).float(),  # all ratios out of range
         "ratio": ratio,
     }
 
 
-# 5.5 The value function
+# 5.6 The value function
 #
 # It is trained beside the policy. Four details help:
 #
@@ -607,8 +607,8 @@ def policy_loss(logprobs, old_logprobs, advantages, clip_eps):
 # - The head has far to go: train_ppo.py trains it at 30 times the learning rate of the trunk.
 # - Its gradient enters the trunk too, where vf_coef = 0.1 keeps it below that of the policy.
 #
-# Most published code also clips its loss, so this is the default here. It does not help: in four
-# passes PPO gets 0.90 with this clip, and 0.94 without it.
+# Most published code also clips the loss of the values, and so does the default here. It is not
+# needed: in four passes PPO gets 0.90 with this clip, and 0.94 without it.
 #
 # In theory values make the gradient less noisy. With batches of 128 short responses, as here, PPO
 # hardly needs them (RESULTS.md): the mean of the batch is a good baseline already.
@@ -642,7 +642,7 @@ def center_values(policy, batch):
     policy.value_head.bias += batch["scores"].mean() - mean_value
 
 
-# 5.6 The KL: how it is measured, and why it is in the reward
+# 5.7 The KL: how it is measured, and why it is in the reward
 #
 # The KL is 0 if pi and ref agree, and above 0 otherwise. Three estimates from one sampled token,
 # with d = log pi - log ref (Schulman, "Approximating KL divergence"):
@@ -666,6 +666,12 @@ def center_values(policy, batch):
 # in the penalty already: -beta * KL = beta * (entropy of pi) + beta * E[log ref].
 
 
+def k3(d):
+    """From d = log pi - log ref of tokens sampled from pi, of any shape."""
+    d = d.clamp(min=-20)  # exp must not overflow
+    return (-d).exp() - 1 + d
+
+
 def kl_per_response(logprobs, ref_logprobs, mask):
     """k1, summed over the tokens of each response, in nats: (B, T-1) each -> (B,)."""
     check_shapes(logprobs, ref_logprobs, mask=mask)
@@ -682,9 +688,9 @@ def kl_per_response(logprobs, ref_logprobs, mask):
 #     (B, T-1)    mask, old_logprobs, old_values, ref_logprobs; phase 3 adds rewards, returns, and
 #                 advantages, which multiply the ratios in the policy loss
 #
-# The old policy is not kept as a network, only as old_logprobs and old_values. The penalties: a
-# response that was cut off has no end, and costs missing_eos_penalty, or the policy might learn not
-# to end at all. length_penalty makes long responses cost more.
+# The old policy is not kept as a network, only as old_logprobs and old_values. Two penalties are
+# subtracted from the scores: missing_eos_penalty if a response was cut off, as the policy might
+# otherwise learn not to end at all, and length_penalty for each token.
 
 
 @dataclass

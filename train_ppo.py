@@ -62,7 +62,7 @@ def train(config, compute_advantages=compute_advantages, loss=ppo_loss):
     if config.policy:  # must stem from the same SFT model
         policy = load_from_same_sft(config.policy, ["ppo", "sft"], config, device)
     score = load_score(config, tokenizer, device)
-    prompts = read_prompts(config, "train", tokenizer, policy.config.context)
+    prompts = read_prompts(config.data, "train", tokenizer, policy.config.context)
     judge = judge_of(config.data)  # None for other data than the default; nothing trains on it
 
     groups = [

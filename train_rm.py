@@ -73,7 +73,7 @@ def train(config):
     sft, tokenizer = load_sft(config, device)
     pairs = read_ids(config.data, "pref", "train", tokenizer, sft.config.context)
     val_pairs = read_ids(config.data, "pref", "val", tokenizer, sft.config.context)
-    prompts = read_prompts(config, "train", tokenizer, sft.config.context)
+    prompts = read_prompts(config.data, "train", tokenizer, sft.config.context)
     steps = min(config.steps, math.ceil(config.epochs * len(pairs) / config.batch_size))
     batches = similar_batches(pairs, steps, config.batch_size, config.seed)
     model = RewardModel(sft).to(device)

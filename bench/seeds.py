@@ -48,9 +48,11 @@ def cell(numbers):
 
 def table(rows):
     """{name: the numbers of each seed, dicts} -> the lines of the table."""
-    lines = ["| | " + " | ".join(COLUMNS) + " |", "| --- |" + " ---: |" * len(COLUMNS)]
+    known = {name for seeds in rows.values() for seed in seeds for name in seed}
+    columns = [name for name in COLUMNS if name in known]
+    lines = ["| | " + " | ".join(columns) + " |", "| --- |" + " ---: |" * len(columns)]
     for name, seeds in rows.items():
-        cells = [cell([seed[x] for seed in seeds if x in seed]) for x in COLUMNS]
+        cells = [cell([seed[x] for seed in seeds if x in seed]) for x in columns]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

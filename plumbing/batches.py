@@ -1,7 +1,6 @@
 """Which rows come together in a batch, and rollouts of many prompts."""
 
 import functools
-import math
 from itertools import groupby
 
 import numpy as np
@@ -48,11 +47,6 @@ def similar_batches(rows, steps, size, seed):
     windows = chunks(batch_of(rows, 0, len(rows), seed), 50 * size)
     batches = [batch for window in windows for batch in similar_chunks(window, size)]
     return [batch_of(batches, step, 1, seed)[0] for step in range(steps)]
-
-
-def spread_over(rows, n):
-    """At most n of the rows, spread over all."""
-    return rows[:: max(1, math.ceil(len(rows) / n))]
 
 
 def take(rows, n):

@@ -91,8 +91,8 @@ class Record:
     """What a run writes: its log, its state and, at the end, its model, out/STAGE.jsonl,
     out/STAGE_state.pt and out/STAGE.pt.
 
-    models: names of those that it starts from. inputs: what tells data apart. --resume compares
-    both, and the settings.
+    models: names of those that it starts from. inputs: numbers that other data would change, such
+    as that of the rows. --resume compares both, and the settings.
     """
 
     def __init__(self, config, stage, steps, model, optimizer, models=(), **inputs):
@@ -110,13 +110,12 @@ class Record:
         """-> the first step. With resume, model and optimizer get their saved state; UserError if
         the settings were others."""
         self.first = self.load() if resume else 0
-        self.save(self.first)  # from here on, an earlier run is replaced
+        self.save(self.first)  # now an earlier run is overwritten
         if self.first == 0:
             self.model_path.unlink(missing_ok=True)
         lines = [line for line in read_log(self.log_path) if line["step"] <= self.first]
         write_text(self.log_path, "".join(json.dumps(line) + "\n" for line in lines))
         self.log_file = open(self.log_path, "a", buffering=1, encoding="utf-8")  # line by line
-        self.seconds_before = lines[-1]["seconds"] if lines else 0.0
         self.start = time.monotonic()
         self.next_show = 0.0
         return self.first
@@ -163,7 +162,7 @@ class Record:
         """show: names of the numbers that the screen shows."""
         time_now = time.monotonic()
         seconds = time_now - self.start
-        line = {"step": step, **stats, "seconds": round(self.seconds_before + seconds, 2)}
+        line = {"step": step, **stats, "seconds": round(seconds, 2)}  # since it began or resumed
         line["lr"] = self.parts["optimizer"].param_groups[0]["lr"]
         finite = {name: x if math.isfinite(x) else None for name, x in line.items()}  # for JSON
         self.log_file.write(json.dumps(finite) + "\n")

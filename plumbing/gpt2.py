@@ -35,22 +35,16 @@ def load_theirs(source):
     """A name or a folder -> GPT2LMHeadModel, their tokenizer, ours."""
     from transformers import AutoTokenizer, GPT2LMHeadModel
 
-    hint = "give gpt2, gpt2-medium, gpt2-large, gpt2-xl, or a folder with such a model"
     try:
-        model, info = GPT2LMHeadModel.from_pretrained(
-            source, dtype=torch.float32, output_loading_info=True
-        )
+        model = GPT2LMHeadModel.from_pretrained(source, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(source)
         ids = tokenizer.get_vocab()
         *words, end = sorted(ids, key=ids.get)
         ours = Tokenizer([bytes(BYTE_OF[character] for character in word) for word in words])
-        text = "it's 12\n\n  e\u0301, <|endoftext|>"  # to us, any text is text
-        same = ours.encode(text) == tokenizer.encode(text, split_special_tokens=True)
-        if info["missing_keys"] or end != "<|endoftext|>" or not same:
-            raise ValueError("weights are missing, or the tokenizer is not GPT-2's")
+        if end != "<|endoftext|>":
+            raise ValueError(f"the last token is {end!r}")
     except Exception as error:  # each library has its own errors
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0][:140]
-        raise UserError(f"{source}: could not be read ({reason}); {hint}")
+        raise UserError(f"{source}: not a GPT-2 ({type(error).__name__}: {str(error)[:100]})")
     return model.eval(), tokenizer, ours
 
 
@@ -66,7 +60,7 @@ def read_gpt2(source, bfloat16=False):
     logits, _ = model(tokens, torch.ones_like(tokens).bool())
     gap = (theirs(tokens).logits[0] - logits).abs().max()
     if tokenizer.vocab_size != c.vocab_size or not gap <= 0.1:
-        raise UserError(f"{source}: not a plain GPT-2: its logits are {gap:.2g} off")
+        raise UserError(f"{source}: not a plain GPT-2; its logits are {gap:.2g} off")
     model.config.bfloat16 = bfloat16
     return model, tokenizer
 

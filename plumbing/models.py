@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -11,8 +10,6 @@ from data.rows import UserError
 from minippo import GPT, GPTConfig, RewardModel, row_lengths
 from plumbing.files import find_model, file_hash, read_torch
 from plumbing.text import Tokenizer, responses_of
-
-LARGEST_SCORE = 1e6  # far larger ones overflow
 
 
 def load_checkpoint(path, kinds, device="cpu"):
@@ -45,7 +42,7 @@ def load_from_same_sft(path, kinds, config, device):
     """A model that was trained from the SFT model of this run, or is it; else UserError."""
     model, _, metadata = load_checkpoint(path, kinds, device)
     sft = file_hash(find_model(config, "sft"))
-    if sft not in (metadata["settings"].get("sft"), file_hash(path)):
+    if sft not in (metadata.get("settings", {}).get("sft"), file_hash(path)):
         raise UserError(f"{path}: was trained from another sft.pt; train it again")
     print(f"read {path}")
     return model
@@ -92,31 +89,15 @@ def text_score(function, tokenizer):
         columns["prompts"] = columns.pop("prompt")
         columns["completion_ids"] = responses_of(tokens, mask)
         columns["completions"] = [tokenizer.decode(ids) for ids in columns["completion_ids"]]
-        completions = list(columns["completions"])
         with torch.random.fork_rng([tokens.device] if tokens.is_cuda else []):  # it may seed torch
-            try:
-                scores = checked_scores(function(**columns), completions)
-            except (ArithmeticError, ImportError, OSError) as error:  # a traceback helps here
-                raise RuntimeError("--reward: the function raised an error") from error
-        return torch.tensor(scores, device=tokens.device)
+            numbers = function(**columns)
+        wanted = f"--reward: wanted a finite number for each of {len(prompts)} completions"
+        try:
+            scores = torch.as_tensor(numbers, dtype=torch.float32, device=tokens.device).detach()
+        except (TypeError, ValueError, RuntimeError):  # not numbers
+            raise UserError(f"{wanted}, not {numbers!r:.200}")
+        if scores.shape != (len(prompts),) or not scores.isfinite().all():
+            raise UserError(f"{wanted}, not {numbers!r:.200}")
+        return scores
 
     return score
-
-
-def checked_scores(scores, completions):
-    """What a reward has returned -> floats. UserError unless it is one finite number for each
-    completion, in order."""
-    if hasattr(scores, "tolist"):  # of torch or numpy
-        scores = scores.tolist()
-    if isinstance(scores, dict | set | str | bytes) or not hasattr(scores, "__iter__"):
-        raise UserError(f"--reward: should return a list of numbers, not {scores!r:.80}")
-    checked = []
-    for score, completion in zip_longest(scores, completions):
-        if hasattr(score, "item"):
-            score = score.item()
-        is_number = isinstance(score, int | float) and abs(score) <= LARGEST_SCORE
-        if completion is None or not is_number:
-            wanted = f"one number of at most {LARGEST_SCORE:,.0f} for each completion"
-            raise UserError(f"--reward: wanted {wanted}, not {score!r:.80} for {completion!r:.80}")
-        checked.append(float(score))
-    return checked

@@ -49,7 +49,7 @@ $charts
 COLUMNS = {  # of the table of a response
     "old_logprobs": "log pi",
     "ref_logprobs": "log ref",
-    "log_ratio": "KL",
+    "kl": "KL",
     "rewards": "reward",
     "old_values": "value",
     "returns": "return",

@@ -7,7 +7,7 @@ import torch
 from data.zoo import judge_of
 from minippo import center_values, compute_advantages, evaluate_actions
 from minippo import kl_per_response, ppo_update
-from plumbing.batches import chunks, prompt_batch, rollout_in_pieces, spread_over
+from plumbing.batches import chunks, prompt_batch, rollout_in_pieces, take
 from plumbing.settings import printable
 from plumbing.text import responses_of
 
@@ -75,12 +75,13 @@ def one_iteration(policy, prompts, ref, score, tokenizer, config):
     ]
     ppo_update(after, torch.optim.Adam(groups, betas=(0.9, 0.99)), batch, config)
 
-    shown = spread_over(batch["scores"].argsort(descending=True).tolist(), 6)
+    by_score = batch["scores"].argsort(descending=True).tolist()
+    shown = take(by_score, min(6, len(by_score)))
     batch = {name: tensor[shown] for name, tensor in batch.items()}
     tokens, mask = batch["tokens"], batch["mask"]
     with torch.no_grad():
         batch["logprobs"], _ = evaluate_actions(after, tokens, mask, config.temperature)
-    batch["log_ratio"] = batch["old_logprobs"] - batch["ref_logprobs"]
+    batch["kl"] = batch["old_logprobs"] - batch["ref_logprobs"]
     batch["ratio"] = (batch["logprobs"] - batch["old_logprobs"]).exp()
 
     def spell(token):

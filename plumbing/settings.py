@@ -56,12 +56,12 @@ class RunConfig:
 
 def find_device(name):
     """auto, cpu, cuda, cuda:1 -> the device; UserError if PyTorch does not find it."""
-    found = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    found += [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     if name == "auto":
-        return "cuda" if "cuda" in found else "cpu"
-    if name not in found:
-        raise UserError(f"--device {name}: PyTorch finds only {', '.join(found)} here")
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"--device {name}: {str(error).splitlines()[0]}")
     return name
 
 
@@ -101,9 +101,6 @@ def read_flags(config_class, doc, arguments=None):
                 text += f" ({field.default})"
             parser.add_argument(f"--{field.name}", default=field.default, help=text, **options)
     values = vars(parser.parse_intermixed_args(arguments))
-    for name, value in values.items():
-        if str(value).startswith("~"):
-            values[name] = type(value)(Path(value).expanduser())
     try:
         return config_class(**values)
     except ValueError as error:  # of its __post_init__

@@ -106,32 +106,30 @@ class Prompt(list):
 
 
 def encode_rows(rows, names, tokenizer, context):
-    """Rows of text, dicts -> (prompt, answer, ...) as ids, with names for the answers; says what is
-    skipped or cut.
+    """Rows of text, dicts -> (prompt, answer, ...) as ids; names: those of the answers.
 
     Prompt and answers are encoded apart, so that no token crosses the boundary. An answer gets its
-    end token. One that does not fit is cut, and has no end.
+    end token. One that does not fit into the context is cut, and has no end. Rows that teach
+    nothing are skipped.
     """
     encoded = []
-    notes = defaultdict(list)  # what is said: of which rows
-    limit = f"in the context of {context} tokens (--context of SFT)"
-    for number, row in enumerate(rows, 1):
+    skipped = 0
+    cut = 0
+    for row in rows:
         prompt = Prompt(tokenizer.encode(row["prompt"]))
         prompt.row = row
         answers = [tokenizer.encode(row[name]) + [tokenizer.eos] for name in names]
         fitting = [ids[: context - len(prompt)] for ids in answers]
-        if not prompt:
-            notes["skipped: the prompt is empty"].append(number)
-        elif len(prompt) >= context:
-            notes[f"skipped: the prompt leaves no room {limit}"].append(number)
-        elif len(fitting) == 2 and fitting[0] == fitting[1]:
-            notes[f"skipped: the two answers do not differ {limit}"].append(number)
+        is_tie = len(fitting) == 2 and fitting[0] == fitting[1]
+        if not 0 < len(prompt) < context or is_tie:
+            skipped += 1
         else:
-            if fitting != answers:
-                notes[f"cut: the answer does not fit {limit}"].append(number)
             encoded.append((prompt, *fitting))
-    for note, numbers in notes.items():
-        print(f"    {len(numbers):,} {note}; the first is row {numbers[0]:,}")
+            cut += fitting != answers
+    if skipped:
+        print(f"    skipped {skipped:,}: no prompt, no room for an answer, or two equal answers")
+    if cut:
+        print(f"    cut {cut:,} answers at {context} tokens (--context of train_sft.py)")
     if not encoded:
         raise UserError("no row is left to train on")
     return encoded
@@ -143,12 +141,6 @@ def read_ids(folder, task, split, tokenizer, context):
     return encode_rows(read_rows(folder, task, split), names, tokenizer, context)
 
 
-def read_prompts(config, split, tokenizer, context):
-    """The prompts of a data folder as ids; says how many leave less room than max_new_tokens."""
-    prompts = [prompt for (prompt,) in read_ids(config.data, "prompts", split, tokenizer, context)]
-    tight = sum(len(prompt) + config.max_new_tokens > context for prompt in prompts)
-    if tight:
-        print(
-            f"    {tight:,} prompts leave less room than {config.max_new_tokens} tokens (--context)"
-        )
-    return prompts
+def read_prompts(folder, split, tokenizer, context):
+    """The prompts of a data folder as ids."""
+    return [prompt for (prompt,) in read_ids(folder, "prompts", split, tokenizer, context)]

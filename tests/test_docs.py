@@ -1,20 +1,14 @@
 """What the texts say: commands that exist, links that lead somewhere, recipes that work."""
 
-import copy
 import importlib
 import json
 import re
 from dataclasses import fields
 from pathlib import Path
 
-import torch
-
-import minippo
 from bench import compare, seeds
 from data.rows import read_jsonl
-from minippo import PPOConfig
 from plumbing.settings import read_flags
-from tiny import assert_equal, random_batch, tiny_gpt, weights
 from tiny_run import ROOT
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("data/*.md")]
@@ -45,29 +39,8 @@ def test_links_lead_to_files_and_headings():
                 assert heading in [x.lower().replace(" ", "-") for x in titles], heading
 
 
-def code_of_the_manual():
-    return re.findall(r"```python\n(.*?)```", TEXTS[ROOT / "docs/manual.md"], flags=re.S)
-
-
-def test_the_manuals_update_is_that_of_ppo():
-    batch = random_batch(3)
-    config = PPOConfig(epochs=4, minibatches=1)
-    batch["scores"] /= 10
-    policies = [tiny_gpt()]
-    ref = minippo.frozen_copy(tiny_gpt())
-    policies.append(copy.deepcopy(policies[0]))
-    optimizers = [torch.optim.SGD(policy.parameters(), 0.1) for policy in policies]
-    names = vars(minippo) | batch | {"policy": policies[0], "optimizer": optimizers[0], "ref": ref}
-    exec(code_of_the_manual()[1], names)
-    for name in ("old_logprobs", "old_values", "ref_logprobs"):
-        batch[name] = names[name]
-    batch |= minippo.compute_advantages(batch, config)
-    minippo.ppo_update(policies[1], optimizers[1], batch, config)
-    assert_equal(weights(policies[0]), weights(policies[1]))
-
-
 def test_the_manuals_recipes_write_rows(tmp_path, monkeypatch):
-    recipe, _ = code_of_the_manual()
+    [recipe] = re.findall(r"```python\n(.*?)```", TEXTS[ROOT / "docs/manual.md"], flags=re.S)
     monkeypatch.chdir(tmp_path)
     Path("reviews.csv").write_text('question,good,bad\nWhy?,"Well, so.",No.\n')
     turns = [("system", "Be kind."), ("user", "Hello"), ("assistant", "Good day!")]
@@ -86,12 +59,12 @@ def test_the_manuals_recipes_write_rows(tmp_path, monkeypatch):
 
 
 TABLE = """\
-| | judge | score | optimality | kl | distinct |
-| --- | ---: | ---: | ---: | ---: | ---: |
-| SFT | -0.400 ± 0.000 |  |  |  |  |
-| best of 4 | 4.000 ± 0.000 |  |  |  |  |
-| PPO | 2.900 ± 0.100 |  |  | 2.000 |  |
-| PPO, unseen prompts | 2.000 ± 0.000 |  |  |  |  |"""
+| | judge | kl |
+| --- | ---: | ---: |
+| SFT | -0.400 ± 0.000 |  |
+| best of 4 | 4.000 ± 0.000 |  |
+| PPO | 2.900 ± 0.100 | 2.000 |
+| PPO, unseen prompts | 2.000 ± 0.000 |  |"""
 
 
 def test_a_table_of_results_has_means_and_standard_errors():

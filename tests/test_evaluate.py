@@ -124,7 +124,7 @@ def test_a_run_becomes_report_and_page(folder, capsys):
 
     first, last = iterations.values()
     [value] = {value for row in first for value in row["old_values"]}
-    assert value != 0 and any(sum(row["log_ratio"]) for row in last)
+    assert value != 0 and any(sum(row["kl"]) for row in last)
     ref, tokenizer, _ = load_checkpoint("out/sft.pt", ["sft"])
     spelled = [printable(tokenizer.spell(i), keep="") for i in range(tokenizer.vocab_size)]
     for rows in first, last:
@@ -141,7 +141,7 @@ def test_a_run_becomes_report_and_page(folder, capsys):
             assert math.log(before) == pytest.approx(row["old_logprobs"][i], abs=1e-4)
             assert math.log(after) == pytest.approx(row["logprobs"][i], abs=1e-4)
             gap = row["old_logprobs"][i] - row["ref_logprobs"][i]
-            assert row["log_ratio"][i] == pytest.approx(gap, abs=1e-6)
+            assert row["kl"][i] == pytest.approx(gap, abs=1e-6)
             assert row["ratio"][i] == pytest.approx(after / before, abs=1e-4)
             assert before != after and len(rivals) >= 3
 
@@ -173,18 +173,16 @@ def test_a_run_in_progress_is_measured(folder, tmp_path):
     out = shutil.copytree("out", tmp_path / "out")
     assert evaluated(out, kl_coef=1000.0)[0]["policy"]["optimality"] < -100
     (tmp_path / "prompts_train.jsonl").write_text('{"prompt": "What?"}\n{"prompt": "</script>"}')
-    flags = {"data": str(tmp_path), "kl_coef": 0.1}
+    (out / "ppo.pt").unlink()
     state = torch.load(out / "ppo_state.pt") | {"model": torch.load(out / "sft.pt")["model"]}
     state["settings"]["policy"] = "out/ppo.pt"  # of a second round
     torch.save(state, out / "ppo_state.pt")
-    report, *shown = evaluated(out, state=True, **flags)
+    report, *shown = evaluated(out, data=str(tmp_path), kl_coef=0.1)
     text, samples, iterations, _ = shown
     policy = report["policy"]  # one response to one prompt
     assert policy == report["unseen"] and abs(policy["optimality"]) < 9
     assert policy["kl"] == 0 and policy["score"] == samples[0][1]["score"]
     assert len(set(iterations["the policy"][0]["old_values"])) == 1
-    (out / "ppo.pt").unlink()
-    assert evaluated(out, **flags) == (report, *shown)
     torch.save(torch.load(out / "rm.pt") | {"other": 1}, out / "rm.pt")
     with pytest.raises(UserError, match="rm.pt: not that of this run"):
         evaluated(out)

@@ -2,14 +2,12 @@
 sum with an exact gradient. And numbers of TRL."""
 
 import copy
-import inspect
 import itertools
 from dataclasses import replace
 
 import pytest
 import torch
 
-import minippo
 from minippo import PPOConfig, compute_advantages, gae, ppo_loss
 from minippo import ppo_update
 from tiny import Task, assert_equal, f64, gradient, marks, nan, weights
@@ -28,18 +26,6 @@ def test_the_expected_step_climbs_score_minus_beta_kl(scores, beta, horizon, tem
     step = weights(policy) - weights(task.policy)
     assert_equal(step * task.mask.sum(), exact, 1e-9)  # the loss is a mean over tokens, J a sum
     assert batch["old_values"][task.mask].std() > 0.1  # a baseline that is not constant cancels
-
-
-def test_the_lines_of_reinforce_climb_the_expected_score():
-    task = Task(kl_coef=0.0)
-    source = inspect.getsource(minippo)
-    lines = source.partition("REINFORCE (Williams")[2].splitlines()[2:6]
-    names = vars(minippo) | {"policy": task.policy, "prompts": [], "max_new_tokens": 3}
-    names["generate"] = lambda *_: (task.tokens, task.mask)
-    names["score"] = lambda *_: task.scores * task.chances()[:, 0] * len(task.scores)
-    exec("\n".join(line.strip("# ") for line in lines), names)
-    step = gradient(-names["loss"], task.policy)
-    assert_equal(step, gradient(task.objective(), task.policy), 1e-9)
 
 
 def perfect_values(task):

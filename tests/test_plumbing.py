@@ -46,9 +46,8 @@ def test_flags_are_the_fields_of_a_dataclass(capsys):
     def read(*flags):
         return settings.read_flags(Config, "", flags)
 
-    config = read("--steps=8", "--resume", "--no-whiten", "--out=~/b", "--policy=~/c.pt")
-    home = {"out": Path.home() / "b", "policy": str(Path.home() / "c.pt")}
-    assert config == Config(**home, resume=True, steps=8, whiten=False)
+    config = read("--steps=8", "--resume", "--no-whiten", "--out=b", "--policy=c.pt")
+    assert config == Config(out=Path("b"), policy="c.pt", resume=True, steps=8, whiten=False)
     with pytest.raises(SystemExit):
         read("-h")
     assert re.search(r"--gamma float +discount per token \(1.0\)\n", capsys.readouterr().out)
@@ -125,7 +124,7 @@ def test_a_damaged_file_or_one_of_another_kind_is_refused(tmp_path):
     load("damaged")
 
 
-def test_a_state_is_saved_every_half_minute_and_the_clock_goes_on(tmp_path):
+def test_a_state_is_saved_every_half_minute(tmp_path):
     model = tiny_gpt()
     optimizer = torch.optim.SGD(model.parameters())
     record = files.Record(settings.RunConfig(out=tmp_path), "x", 9, model, optimizer)
@@ -133,9 +132,8 @@ def test_a_state_is_saved_every_half_minute_and_the_clock_goes_on(tmp_path):
     for step, seconds in ((3, 31), (4, 25)):
         record.next_save -= seconds
         record.save_if_due(step)
-    files.write_text(record.log_path, '{"step": 3, "seconds": 70.0}\n')
     for _ in range(2):  # resumed, killed at once and resumed
-        assert record.begin(resume=True) == 3 and record.seconds_before == 70
+        assert record.begin(resume=True) == 3
 
 
 # Text and batches
@@ -162,18 +160,17 @@ def test_the_most_frequent_pair_is_merged_first():
 
 def test_rows_are_encoded_cut_or_skipped(capsys):
     table = [
-        ("a", "b", "ab", ""),  # encoded apart: "ab" would be one token
-        ("cde", "dc", "d", "1 cut: the answer does not fit in the context of 5 .* row 2"),
-        ("", "b", "c", "2 skipped: the prompt is empty; the first is row 3"),
-        ("cdedc", "", "b", "1 skipped: the prompt leaves no room .* row 4"),
-        ("cde", "dec", "ded", "1 skipped: the two answers do not differ .* row 5"),
-        ("", "b", "c", ""),
+        ("a", "b", "ab"),  # encoded apart: "ab" would be one token
+        ("cde", "dc", "d"),  # does not fit into 5 tokens
+        ("", "b", "c"),
+        ("cdedc", "", "b"),
+        ("cde", "dec", "ded"),  # differ only in what is cut off
     ]
     rows = [dict(zip(("prompt", "a", "b"), texts)) for texts in table]
     encoded = encode_rows(rows, "ab", TOKENIZER, 5)
     assert encoded == [([A], [B, END], [AB, END]), ([C, D, E], [D, C], [D, END])]
-    notes = "".join(f"    {note}\n" for *_, note in table if note)
-    assert re.fullmatch(notes, capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    assert "skipped 3: " in printed and "cut 1 answers at 5 tokens" in printed
     refused("no row is left", encode_rows, rows[3:4], "ab", TOKENIZER, 5)
 
 
@@ -234,7 +231,7 @@ def test_a_reward_has_trls_signature_and_may_seed_everything():
         torch.manual_seed(1)
         assert arguments.pop("completion_ids") == [[C, END], [D, E]]
         assert arguments == {"prompts": 2 * ["ab"], "completions": ["c", "de"], "id": [None, 7]}
-        yield from (1, 2.5)
+        return [1, 2.5]
 
     before = torch.get_rng_state()
     assert reward(function) == [1, 2.5]
@@ -243,16 +240,10 @@ def test_a_reward_has_trls_signature_and_may_seed_everything():
 
 def test_a_reward_returns_one_number_for_each_response():
     x = torch.tensor([1.0, 2.0])
-    for returned in ((True, 2.0), x.bfloat16(), [*x]):
+    for returned in ((True, 2.0), x.bfloat16(), [*x], x.clone().requires_grad_()):
         assert reward(lambda y=returned, **_: y) == [1, 2]
-    for returned in (None, "12", {"c": 1, "de": 2}, x[0]):
-        refused("a list of numbers, not", reward, lambda y=returned, **_: y)
-    for returned in ([1], [1, nan], [1, -inf], [1, None], [1, "2"], [1, 1.1e6]):
-        refused("not .* for 'de'", reward, lambda y=returned, **_: y)
-    refused("3 for None", reward, lambda **_: [1, 2, 3])
-    for error in (OSError("No route"), FloatingPointError("underflow")):  # not ours: a traceback
-        with pytest.raises(RuntimeError, match="the function raised"):
-            reward(lambda error=error, **_: raising(error)(None))
+    for returned in (None, "12", {"c": 1, "de": 2}, 3.0, [1], [1, nan], [1, -inf], [1, "2"]):
+        refused("--reward: .* 2 completions, not", reward, lambda y=returned, **_: y)
     for name in ("math", "math:pi"):
         refused(f"{name}: ", load_function, name)
 

@@ -1,7 +1,5 @@
 """The rows of a data folder: data/rows.py."""
 
-import gzip
-
 import pytest
 
 from data.rows import UserError, held_out, read_jsonl, read_rows, write_jsonl
@@ -12,10 +10,7 @@ MISTAKES = {
     b'{"prompt": ""}\n\xff': "line 2: .* in UTF-8",
     b"[]": "line 1: not an object",
     b'{\n"prompt": ""}': "line 1: .* write one JSON object on each line",
-    b'{"prompt": "", "prompt": ""}': "line 1: a key occurs twice",
-    b"[" * 100_000: "line 1: maximum recursion",
     b"": "too few prompts for train",
-    gzip.compress(b"{}"): "compressed; unpack it$",
 }
 
 

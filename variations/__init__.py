@@ -6,7 +6,7 @@ functions that differs from PPO's, and a last line that trains with them in the 
 train_ppo.py. (dpo.py, which learns from pairs, has a loop of its own.) To run one:
 
     python -m variations.rloo --group_size 8     writes to out/rloo; -h lists the flags
-    python evaluate.py out/rloo --kl_coef 0.1    0.1: beta, as in PPO
+    python evaluate.py out/rloo --kl_coef 0.1    all compared at the same beta, that of PPO
 
 The *expected step* of a loss is the mean step over all responses that could be sampled, if the loss
 is summed over tokens. For REINFORCE and RLOO it is the gradient of J: tests/test_variations.py

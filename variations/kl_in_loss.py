@@ -9,7 +9,7 @@ An *entropy bonus*, H = E[-log pi], rewards varied choices. The entropy of V equ
 is log V, so KL(pi || uniform) = log V - H: a bonus on H is a penalty on the KL to the uniform
 distribution. Its k2 is (log pi + log V)^2 / 2.
 
-In the reward, a token also pays for the KL of the states that it leads to (section 5.6 of
+In the reward, a token also pays for the KL of the states that it leads to (section 5.7 of
 minippo.py). And as advantages are whitened, a coefficient in the loss is not the same price per nat
 as --kl_coef.
 """
