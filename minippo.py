@@ -468,8 +468,7 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 # response, good or bad.) PPO subtracts the *value*, a prediction of the return from this state. The
 # difference is the *advantage* A. (Textbooks write A = Q - V, where Q is the expected return once
 # the action is chosen.) The value function is the *critic*, the policy the *actor*.
-
-
+#
 # 5.4 How far to trust the values: generalised advantage estimation (GAE, arXiv:1506.02438)
 #
 # return - value uses the whole sampled future (*Monte Carlo*): right on average, but noisy. The
