@@ -8,12 +8,15 @@ answers or completions), PPO maximises
 
     J = E[ score(x, y) ] - beta * KL(pi || ref)      (InstructGPT, arXiv:2203.02155, eq. 2)
 
-The *policy* pi is the language model, seen as a rule for choosing the next token: a distribution
-over all tokens, not only the likeliest one. The *reference* ref is the frozen SFT model. log pi and
-log ref are their log-probabilities of one token; log pi(y) and log ref(y) are those of a whole
-response, the sums over its tokens. E is the mean over prompts and over responses that pi writes.
-KL(pi || ref), the Kullback-Leibler divergence, is E[log pi(y) - log ref(y)]: how far the policy has
-moved, in nats (the unit of natural logarithms). Beta (kl_coef in the code) is the penalty per nat.
+    pi       the *policy*: the language model, seen as a rule for choosing the next token (a
+             distribution over all tokens, not only the likeliest one)
+    ref      the *reference*: the SFT model, frozen
+    log pi   the log-probability of one token; log pi(y): of a whole response, the sum over tokens
+    E        the mean over prompts, and over responses that pi writes
+    KL       the Kullback-Leibler divergence, E[log pi(y) - log ref(y)]: how far the policy has
+             moved, in nats (the unit of natural logarithms)
+    beta     the penalty per nat; kl_coef in the code
+
 PPO repeats four phases:
 
     prompts --> 1. policy --> responses, log pi, values -----------------+
@@ -870,7 +873,7 @@ def main():
     print("\n      action", *(f"{name:>12}" for name in names))
     for t in batch["mask"][0].nonzero().flatten():  # of the first response
         action = LETTERS[batch["tokens"][0, t + 1]]
-        print(f"{action:>12}", *(f"{batch[name][0, t].item():z12.2f}" for name in names))
+        print(f"{action:>12}", *(f"{batch[name][0, t].item():12.2f}" for name in names))
 
 
 if __name__ == "__main__":
