@@ -272,7 +272,8 @@ def test_an_overwritten_run_is_resumed_in_other_pieces(monkeypatch):
 
 def test_an_existing_run_is_not_touched_unasked():
     refused("give one of them", "sft", resume=True, overwrite=True)
-    refused("a finite number", "ppo", overwrite=True, reward="my:broken")  # found before it is replaced
+    # Found before the old run is replaced
+    refused("a finite number", "ppo", overwrite=True, reward="my:broken")
     for stage in STAGES:
         for name in (f"{stage}.pt", f"{stage}_state.pt"):
             out = Path("out/one", name)
