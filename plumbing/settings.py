@@ -2,7 +2,6 @@
 
 import argparse
 import inspect
-import io
 import re
 import sys
 import typing
@@ -117,8 +116,7 @@ def run_script(main, config_class, doc):
     """main(config) as a program: reads the flags. A mistake of the user ends it with one line and
     status 2, Ctrl-C with one line and status 130; a bug of ours shows a traceback."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # those of a notebook are not
-            stream.reconfigure(errors="replace")  # a terminal without Unicode shows question marks
+        stream.reconfigure(errors="replace")  # a terminal without Unicode shows question marks
     try:
         main(read_flags(config_class, doc))
         return

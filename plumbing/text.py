@@ -13,9 +13,8 @@ import tiktoken
 
 from data.rows import UserError, read_rows
 
-# How GPT-2 cuts text into words before any merging; no token spans two of these. (999: tiktoken
-# fails at a million spaces.)
-WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s{1,999}(?!\S)|\s{1,999}"
+# How GPT-2 cuts text into words before any merging; no token spans two of these.
+WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LONGEST_WORD = 64  # characters; longer words teach nothing, and take long
 
 
