@@ -54,7 +54,7 @@ and beta 0.1 (a dot means: not used):
     action       eat    sweet  nectar <eos>  pad            tokens[:, t + 1]; (B, T-1), as all below
     mask         .      yes    yes    yes    .              does the action belong to the response?
     log pi       .     -0.50  -1.20  -0.10   .              old_logprobs: when sampled
-    log ref      .     -1.00  -1.00  -0.30   .              ref_logprobs: by the reference
+    log ref      .     -1.00  -1.00  -0.30   .              ref_logprobs: under the reference
     KL           .      0.50  -0.20   0.20   .              log pi - log ref; on average, the KL
     reward       .     -0.05   0.02   1.38   .              -beta * KL; the last gets the score too
     value        .      0.80   1.00   1.50   .              prediction: sum of the rewards to come
@@ -189,7 +189,7 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(config.channels, config.vocab_size, bias=False)
         self.lm_head.weight = self.trunk.token_embedding.weight  # shared, as in GPT-2
         self.value_head = nn.Linear(config.channels, 1)
-        nn.init.zeros_(self.value_head.weight)  # all values start at 0: section 5 says why
+        nn.init.zeros_(self.value_head.weight)  # all values start at 0: section 5.6 says why
         nn.init.zeros_(self.value_head.bias)
 
     def forward(self, tokens, mask):
@@ -355,8 +355,8 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0):
 # ------------------------------------------------------------
 # 4. The reward model
 #
-# Usually two answers to a prompt are sampled from the SFT model, and a person picks the better one,
-# which is easier than grading on a common scale. In the model of Bradley and Terry (1952), a is
+# Usually two answers to a prompt are sampled from the SFT model, and a person picks the better one.
+# (This is easier than giving grades.) In the model of Bradley and Terry (1952), a is
 # preferred to b with probability sigmoid(score(a) - score(b)), so only differences count. The loss
 # is -log of this probability. For a margin score(a) - score(b) of 2, 0 or -2, it is 0.13, 0.69 or
 # 2.13.
@@ -365,7 +365,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0):
 # differ from the answers in the pairs (*distribution shift*), so their scores may be wrong: too
 # high, for example, for long, flattering or evasive answers. Learning to exploit this is *reward
 # hacking* or *overoptimisation*: the score rises, and the text gets worse. Hence the penalty on the
-# KL, and the cap.
+# KL, and the cap on the scores.
 
 
 class RewardModel(nn.Module):
@@ -463,10 +463,10 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 # usually make this gradient less noisy.
 #
 # Drop the earlier rewards. When a token is chosen, the rewards before it are constants. Given the
-# state, E[grad log pi] is 0 (for the same reason as above), and so is a constant times it. So grad
-# log pi is multiplied by the *return*: the sum of the token's own and all later rewards.
+# state, E[grad log pi] is 0 (as in 5.2), and so is a constant times it. So grad log pi is multiplied
+# by the *return*: the sum of the token's own and all later rewards.
 #
-# Subtract a baseline. For this reason too, any number that does not depend on the action may be
+# Subtract a baseline. For the same reason, any number that does not depend on the action may be
 # subtracted from the return. (Without a baseline, scores that are all positive push up every
 # response, good or bad.) PPO subtracts the *value*, a prediction of the return from this state. The
 # difference is the *advantage* A. (Textbooks write A = Q - V, where Q is the expected return once
@@ -492,8 +492,8 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 #
 # With lam = 1 the values in between cancel. (Below 1, A averages the estimates that look 1, 2, 3,
 # ... steps ahead, with weights that fall by the factor lam.) The default here is 1. For responses
-# of hundreds of tokens, many start with 0.95. With gamma below 1, later rewards count less; for
-# text, 1 is usual.
+# of hundreds of tokens, 0.95 is a common first choice. With gamma below 1, later rewards count
+# less; for text, 1 is usual.
 
 
 def gae(rewards, values, mask, gamma, lam):
@@ -574,9 +574,9 @@ def whiten(numbers, mask):
 #
 # A single step can still carry a ratio out of the range. In one pass of four steps, the default,
 # the clip hardly acts: with lam = 1, PPO is then almost REINFORCE with a baseline. This is enough
-# for small tasks, as here. In four passes (--epochs 4) the clip is needed:
-# on a scale from 0, the SFT model, to 1, the best possible policy, PPO gets 0.94 with this clip and
-# -1.35 without it (both without the clip of the values; RESULTS.md).
+# for small tasks, as here. In four passes (--epochs 4) the clip is needed: on a scale from 0, the
+# SFT model, to 1, the best possible policy (*optimality*), PPO gets 0.94 with this clip and -1.35
+# without it (both without the clip of the values; RESULTS.md).
 
 
 def policy_loss(logprobs, old_logprobs, advantages, clip_eps):
@@ -592,7 +592,7 @@ def policy_loss(logprobs, old_logprobs, advantages, clip_eps):
     losses = -torch.min(unclipped, clipped)
     return losses, {
         "policy_loss": losses,
-        "approx_kl": ratio - 1 - log_ratio,  # KL(old || pi) by k3 of section 5.7: old has sampled
+        "approx_kl": ratio - 1 - log_ratio,  # KL(old || pi), by k3 of section 5.7
         "clip_frac": ((ratio - 1).abs() > clip_eps).float(),  # all ratios out of range
         "ratio": ratio,
     }
@@ -646,21 +646,22 @@ def center_values(policy, batch):
 
 # 5.7 The KL: how it is measured, and why it is in the reward
 #
-# The KL is 0 if pi and ref agree, and above 0 otherwise. Three estimates from one sampled token,
-# with d = log pi - log ref (Schulman, "Approximating KL divergence"):
+# The KL is 0 if pi and ref agree, and above 0 otherwise. With d = log pi - log ref of one sampled
+# token there are three estimates (Schulman, "Approximating KL divergence"). Their means over the
+# tokens that pi may choose in a state, and the mean gradients if they are used as a loss:
 #
-#     k1 = d                  on average the KL, but often below 0   in the reward; metric kl
-#     k2 = d^2 / 2            its mean gradient, in a state, is      in variations/kl_in_loss.py
-#                             that of the next token's KL
-#     k3 = exp(-d) - 1 + d    on average the KL, and never below 0   metrics; in the loss of GRPO
+#                             mean     gradient            used in
+#     k1 = d                  KL       0                   the reward; metric kl
+#     k2 = d^2 / 2            -        of KL(pi || ref)    variations/kl_in_loss.py
+#     k3 = exp(-d) - 1 + d    KL       of KL(ref || pi)    metrics; the loss of GRPO
 #
-# k3 is never below 0, because exp(z) >= 1 + z. Its mean is the KL, because E[exp(-d)] =
-# E[ref / pi] = sum ref = 1. Near 0 it varies less than k1.
+# k1 is often below 0. k3 never is, because exp(z) >= 1 + z, and near 0 it varies less. Its mean is
+# the KL, because E[exp(-d)] = E[ref / pi] = sum ref = 1. The gradients are grad log pi times 1, d
+# and 1 - exp(-d).
 #
 # Why not in the loss? A token decides which states follow, and with them the later KL. In the
-# reward, the return of a token contains its own d and all later ones. As a loss, k2 has the
-# gradient d * grad log pi: it ignores the states that the token leads to. As a loss, k1 would teach
-# nothing: its gradient, grad log pi, has mean 0. As a loss, k3 has the gradient of KL(ref || pi).
+# reward, the return of a token contains its own d and all later ones. The gradient of a loss
+# contains only its own: it ignores the states that the token leads to.
 #
 # KL(pi || ref) is a mean over what pi writes: an answer that ref hardly ever writes costs a lot,
 # one that pi stops writing costs little. (Dropping half of ref's probability costs log 2 = 0.69
@@ -688,7 +689,7 @@ def kl_per_response(logprobs, ref_logprobs, mask):
 #     (B, T)      tokens
 #     (B,)        scores (less the penalties below), ended (not cut off)
 #     (B, T-1)    mask, old_logprobs, old_values, ref_logprobs; phase 3 adds rewards, returns, and
-#                 advantages, which multiply the ratios in the policy loss
+#                 the (whitened) advantages, which multiply the ratios in the policy loss
 #
 # The old policy is not kept as a network, only as old_logprobs and old_values. Two penalties are
 # subtracted from the scores: missing_eos_penalty if a response was cut off, as the policy might
@@ -720,7 +721,7 @@ def rollout(policy, ref, score, prompts, config):
     phases need. score(prompts, tokens, mask) -> (B,); with a reward model that is
     reward_model(tokens, row_lengths(mask))."""
     tokens, mask = generate(policy, prompts, config.max_new_tokens, config.temperature)
-    # Sampling has computed log pi too, but with other rounding. This way the first ratio is 1.
+    # Sampling has computed log pi too, but rounded differently. This way the first ratio is 1.
     old_logprobs, old_values = evaluate_actions(policy, tokens, mask, config.temperature)
     ref_logprobs, _ = evaluate_actions(ref, tokens, mask, config.temperature)
     last = tokens.gather(1, row_lengths(mask)[:, None] - 1).squeeze(1)

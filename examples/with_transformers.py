@@ -55,8 +55,6 @@ class Policy(torch.nn.Module):
         torch.nn.init.zeros_(self.value_head.weight)
         sizes = model.config.get_text_config()
         context = getattr(sizes, "max_position_embeddings", 10**9)
-        rope = getattr(sizes, "rope_parameters", None) or {}
-        context = rope.get("original_max_position_embeddings", context)  # longrope changes there
         self.config = SimpleNamespace(eos=eos, context=context, layers=0)  # the cache adds them
 
     def trunk(self, tokens, cache=None, start=0):

@@ -68,7 +68,7 @@ def show(step, batch, stats, prompts, tokenizer):
         message = f"the KL is {stats['kl']:.3f}, below 0: sampling and update disagree"
     elif stats["kl"] > 100 or stats["entropy"] < 0.02:
         message = "all answers may be the same by now (a smaller --lr, a larger --kl_coef?)"
-    elif stats["eos_rate"] == 0:
-        message = "no response has ended by itself (a larger --max_new_tokens?)"
+    elif stats["eos_rate"] < 0.5:
+        message = "most responses are cut off (a larger --max_new_tokens?)"
     if message and step % 10 == 1:
         print(f"warning: iteration {step}: {message}")

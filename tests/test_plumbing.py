@@ -268,7 +268,7 @@ def test_what_looks_wrong_is_said_now_and_then(capsys):
         (11, {"kl": -0.1}, [-0.1, -0.1], "the KL is -0.100, below 0"),
         (11, {"kl": -0.2}, [-0.7, 0.3], ""),  # within its error
         (11, {"entropy": 0.01}, [0.5, 0.5], "--lr"),
-        (101, {"eos_rate": 0.0}, [0.5, 0.5], "--max_new_tokens"),
+        (101, {"eos_rate": 0.4}, [0.5, 0.5], "--max_new_tokens"),
         (2, {"eos_rate": 0.0}, [0.5, 0.5], ""),
     ):
         kl = f64([kl] * 8).view(16, 1)

@@ -164,12 +164,6 @@ def test_the_first_scores_set_the_scale_and_the_values(monkeypatch):
     assert (other["old_values"][other["mask"]] == 7).all()
 
 
-def test_a_row_ends_where_a_rope_would_change():
-    model = tiny()
-    model.config.rope_parameters = {"original_max_position_embeddings": 16}
-    assert hf.Policy(model, EOS).config.context == 16
-
-
 def test_the_demonstration_learns():
     first, *_, last = hf.demo(steps=10)
     assert last["score"] > first["score"] + 1.5
