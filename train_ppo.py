@@ -7,9 +7,9 @@
 
 Writes out/ppo.pt at the end; then `python evaluate.py out` measures it. Every half minute (large
 models: more rarely) out/ppo_state.pt is written: policy, optimizer, iteration, random numbers. A
-kill loses what came after. --resume continues from there. It refuses other settings (data, models,
-policy, out, device, micro_batch, sample_batch may change), another sft.pt or rm.pt, and another
-number of prompts. A second round, with a new optimizer: --policy out/ppo.pt --out out/2.
+kill loses what came after. --resume continues from there. It refuses to if something has changed: a
+setting (other than data, models, policy, out, device, micro_batch, sample_batch), sft.pt, rm.pt or
+the number of prompts. A second round, with a new optimizer: --policy out/ppo.pt --out out/2.
 """
 
 from dataclasses import dataclass
@@ -66,7 +66,7 @@ def train(config, compute_advantages=compute_advantages, loss=ppo_loss):
     judge = judge_of(config.data)  # None for other data than the default; nothing trains on it
 
     groups = [
-        {"params": policy.trunk.parameters(), "peak": config.lr},  # lm_head is part of it
+        {"params": policy.trunk.parameters(), "peak": config.lr},  # lm_head shares its weights
         {"params": policy.value_head.parameters(), "peak": config.value_lr},
     ]
     # Adam's usual 0.999 averages over a thousand steps: too slow for a short run.

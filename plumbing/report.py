@@ -70,7 +70,7 @@ def one_iteration(policy, prompts, ref, score, tokenizer, config):
     batch |= compute_advantages(batch, config)
     after = copy.deepcopy(policy).requires_grad_()
     groups = [
-        {"params": after.trunk.parameters(), "lr": config.lr},  # lm_head is part of it
+        {"params": after.trunk.parameters(), "lr": config.lr},  # lm_head shares its weights
         {"params": after.value_head.parameters(), "lr": config.value_lr},
     ]
     ppo_update(after, torch.optim.Adam(groups, betas=(0.9, 0.99)), batch, config)
