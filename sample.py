@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from data.rows import UserError
 from minippo import generate
 from plumbing.models import load_checkpoint
 from plumbing.settings import printable, run_script
@@ -32,39 +31,22 @@ class Config:
             raise ValueError("n, temperature and max_new_tokens should be above 0")
 
 
-def answer_all(config):
-    """-> the exit status: 2 if a prompt was left out."""
-    if config.checkpoint.is_dir():
-        raise UserError(f"{config.checkpoint}: a folder; give a file in it, such as ppo.pt")
+def main(config):
     policy, tokenizer, _ = load_checkpoint(config.checkpoint, ["ppo", "sft"])
     torch.manual_seed(config.seed)
     longest = policy.config.context - 1
-    status = 0
-    if not config.prompts:
-        sys.stdin.reconfigure(errors="replace")  # what is not text
+    sys.stdin.reconfigure(errors="replace")  # what is not text
     for line in config.prompts or sys.stdin:
         text = line.rstrip("\r\n")
         prompt = tokenizer.encode(text)
-        if not 0 < len(prompt) <= longest:
-            count = f"it has {len(prompt)} tokens, not 1 to {longest}"
-            print(f"sample.py: the prompt {text[:40]!r}: {count}", file=sys.stderr)
-            status = 2
-            continue
         print(printable(text))
+        if not 0 < len(prompt) <= longest:
+            print(f"  (no answer: a prompt has 1 to {longest} tokens, not {len(prompt)})")
+            continue
         copies = [prompt] * config.n
         tokens, mask = generate(policy, copies, config.max_new_tokens, config.temperature)
         for ids in responses_of(tokens, mask):
             print(" ", printable(tokenizer.decode(ids).strip()), flush=True)
-    return status
-
-
-def main(config):
-    try:
-        sys.exit(answer_all(config))
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:  # the reader has enough
-        sys.exit(1)
 
 
 if __name__ == "__main__":

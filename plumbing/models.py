@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-from pathlib import Path
 
 import torch
 
@@ -14,7 +13,7 @@ from plumbing.text import Tokenizer, responses_of
 
 def load_checkpoint(path, kinds, device="cpu"):
     """A checkpoint of one of `kinds` -> model in eval mode, tokenizer, metadata."""
-    contents = read_torch(path, f"train_{Path(path).stem}.py makes it")
+    contents = read_torch(path, f"train_{kinds[0]}.py makes it")
     if contents["kind"] not in kinds:
         raise UserError(f"{path}: holds {contents['kind']!r}, not {' or '.join(kinds)}")
     try:
