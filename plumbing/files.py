@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import os
 import time
 from dataclasses import asdict
@@ -164,8 +163,7 @@ class Record:
         seconds = time_now - self.start
         line = {"step": step, **stats, "seconds": round(seconds, 2)}  # since it began or resumed
         line["lr"] = self.parts["optimizer"].param_groups[0]["lr"]
-        finite = {name: x if math.isfinite(x) else None for name, x in line.items()}  # for JSON
-        self.log_file.write(json.dumps(finite) + "\n")
+        self.log_file.write(json.dumps(line) + "\n")
         if time_now > self.next_show or step == self.steps or "val_loss" in stats:
             self.next_show = time_now + SHOW_SECONDS
             numbers = "  ".join(f"{name} {stats[name]:.3g}" for name in show if name in stats)

@@ -124,7 +124,7 @@ def charts_html(logs):
     for title, stage, names in CHARTS:
         curves = {}
         for name in names:
-            curve = [(x["step"], x[name]) for x in logs.get(stage, []) if x.get(name) is not None]
+            curve = [(line["step"], line[name]) for line in logs.get(stage, []) if name in line]
             if curve:
                 curves[name] = curve
         if curves:

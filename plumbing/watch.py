@@ -39,10 +39,10 @@ def check_start(policy, ref, score, prompts, config):
 
 
 def metrics(batch, prompts, judge, tokenizer):
-    """What minippo.batch_metrics leaves out: explained_variance, 1 - Var(returns - values) /
-    Var(returns), which is 1 if the values are perfect, 0 if they are no better than the mean, and
-    NaN without a value function; and, if there is a judge, its mean grade."""
-    stats = {"explained_variance": math.nan}
+    """What minippo.batch_metrics leaves out. With a value function, explained_variance, 1 -
+    Var(returns - values) / Var(returns): 1 if the values are perfect, 0 if they are no better than
+    the mean. With a judge, its mean grade."""
+    stats = {}
     if "returns" in batch:
         returns = batch["returns"][batch["mask"]]
         errors = returns - batch["old_values"][batch["mask"]]

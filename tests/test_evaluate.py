@@ -150,7 +150,7 @@ def test_a_run_becomes_report_and_page(folder, capsys):
 def test_the_page_shows_what_it_gets(tmp_path):
     logs = {}  # with a reward of one's own there is none of "rm"
     for stage, name in (("sft", "val_loss"), ("ppo", "score")):
-        logs[stage] = [{"step": 5 * i, name: 2.0 - i if i else None} for i in range(4)]
+        logs[stage] = [{"step": 0}, *({"step": 5 * i, name: 2.0 - i} for i in (1, 2, 3))]
     response = {"prompt": "<i>", "score": 0.5, "tokens": ["<b>", "c"]}
     response |= {name: [0.001, -1.239] for name in COLUMNS} | {"advantages": [1.0, -2.0]}
     response["rivals"] = [[("<b>", 0.25, 0.75)], [("d", 0.5, 0.4), ("c", 0.1, 0.2)]]
