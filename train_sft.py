@@ -36,7 +36,8 @@ class Config(GPTConfig, RunConfig):
     def __post_init__(self):
         self.at_least(1, "steps", "epochs", "batch_size", "micro_batch", "layers", "heads")
         self.at_least(257, "vocab_size")  # single bytes and the end token
-        super().__post_init__()
+        if self.channels % self.heads:
+            raise ValueError(f"channels ({self.channels}) should be a multiple of heads")
 
 
 def new_model(config, rows):

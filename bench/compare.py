@@ -16,20 +16,14 @@ from bench.seeds import python, table
 COMMANDS = {
     "PPO": "train_ppo.py --steps 200",
     "beta = 0": "train_ppo.py --steps 200 --kl_coef 0",
-    "beta = 0.03": "train_ppo.py --steps 200 --kl_coef 0.03",
-    "beta = 0.3": "train_ppo.py --steps 200 --kl_coef 0.3",
-    "gamma = 0.95": "train_ppo.py --steps 200 --gamma 0.95",
     "lam = 0.95": "train_ppo.py --steps 200 --lam 0.95",
     "lam = 0": "train_ppo.py --steps 200 --lam 0",
     "no value function": "train_ppo.py --steps 200 --vf_coef 0",
-    "four passes": "train_ppo.py --steps 200 --epochs 4",
-    "and no value clip": "train_ppo.py --steps 200 --epochs 4 --value_clip inf",
-    "and no clip at all": "train_ppo.py --steps 200 --epochs 4 --value_clip inf --clip_eps inf",
+    "four passes, no value clip": "train_ppo.py --steps 200 --epochs 4 --value_clip inf",
+    "four passes, no clip": "train_ppo.py --steps 200 --epochs 4 --value_clip inf --clip_eps inf",
     # The flags of these were found on seed 0.
     "RLOO": "-m variations.rloo --steps 200 --group_size 8",
     "GRPO": "-m variations.grpo --steps 200 --group_size 8 --lr 4e-4 --kl_coef 0.2",
-    "DPO": "-m variations.dpo",
-    "IPO": "-m variations.dpo --ipo --kl_coef 0.06",
 }
 
 

@@ -68,6 +68,7 @@ def test_flags_are_the_fields_of_a_dataclass(capsys):
     refused(r"seed \(-1\)", Config(seed=-1).prepare, "ppo")
     refused(r"vocab_size \(256\)", lambda: train_sft.Config(vocab_size=256))
     refused(r"heads \(0\)", lambda: train_sft.Config(heads=0))
+    refused("multiple of heads", settings.read_flags, train_sft.Config, "", ["--heads=5"])
     refused(r"micro_batch \(-1\)", read, "--micro_batch=-1")
     refused(r"answers \(1\)", lambda: train_rm.Config(answers=1))
     refused("temperature", settings.read_flags, train_rm.Config, "", ["--temperature=0"])
