@@ -27,11 +27,13 @@ GRADES = {
 }
 
 
-def test_the_data_are_those_of_all_results(tmp_path):
+def test_the_data_are_those_of_all_results(tmp_path, monkeypatch):
+    assert list(zoo.ROWS.values()) == [84_000, 4_000, 80_000, 8_000]
+    monkeypatch.setattr(zoo, "ROWS", {name: count // 10 for name, count in zoo.ROWS.items()})
     folder = tmp_path / "new" / "zoo"
     zoo.write_data(folder)
     data = b"".join(path.read_bytes() for path in sorted(folder.iterdir()))
-    assert hashlib.sha256(data).hexdigest()[:16] == "24640141ef98c654"
+    assert hashlib.sha256(data).hexdigest()[:16] == "67c3e9579bf0cbe6"
     assert zoo.judge_of(folder) is zoo.judge
 
 
