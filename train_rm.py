@@ -42,7 +42,7 @@ class Config(RunConfig):
 
 def scores_of(model, pairs, device):
     """(prompt, chosen, rejected) as ids -> scores of chosen and rejected answers, (B, 2)."""
-    rows = [prompt + answer for prompt, *answers in pairs for answer in answers]
+    rows = [prompt + answer for prompt, chosen, rejected in pairs for answer in (chosen, rejected)]
     return model(*pad(rows, device)).view(-1, 2)  # of tokens (2B, T) and lengths (2B,)
 
 

@@ -55,7 +55,9 @@ class Config(RunConfig):
 
 def dpo_loss(policy, ref, pairs, config, device):
     """(prompt, chosen, rejected) as ids -> the mean loss of the pairs, stats."""
-    rows = [(prompt, answer) for prompt, *answers in pairs for answer in answers]
+    rows = []
+    for prompt, *answers in pairs:
+        rows += [(prompt, answer) for answer in answers]
     tokens, mask = pad_completions(rows, device)  # (2B, T), (2B, T-1)
     logprobs, _ = evaluate_actions(policy, tokens, mask)
     with torch.no_grad():
