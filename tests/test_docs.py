@@ -6,7 +6,7 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-from bench import compare, seeds, sums
+from bench import compare, seeds
 from data.rows import read_jsonl
 from plumbing.settings import read_flags
 from tiny_run import ROOT
@@ -78,7 +78,7 @@ def test_a_table_of_results_has_means_and_standard_errors():
 
 
 def test_every_command_of_the_tables_has_these_flags():
-    for command in [*compare.COMMANDS.values(), *sums.ALGORITHMS.values()]:
+    for command in compare.COMMANDS.values():
         program, *flags = command.removeprefix("-m ").split()
         module = importlib.import_module(program.removesuffix(".py"))
         read_flags(module.Config, "", flags)
