@@ -203,9 +203,9 @@ def frozen_copy(model):
 # ------------------------------------------------------------
 # 2. Log-probabilities and masks
 #
-# Sums and means run over response tokens only: numbers[mask] picks the N of them. If prompts or
-# padding leaked in, they would be trained on, and count in every mean and in the KL. (Padding is
-# id 0, an ordinary token, which no response reads and no sum contains.)
+# Sums and means run over response tokens only: numbers[mask] selects them. If prompts or padding
+# leaked in, they would be trained on, and count in every mean and in the KL. (Padding is id 0, an
+# ordinary token, which no response reads and no sum contains.)
 
 
 def check_shapes(*tensors, mask=None):
@@ -457,8 +457,8 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 # usually make this gradient less noisy.
 #
 # Drop the earlier rewards. When a token is chosen, the rewards before it are constants. Given the
-# state, E[grad log pi] is 0 (as in 5.2), and so is a constant times it. So grad log pi is multiplied
-# by the *return*: the sum of the token's own and all later rewards.
+# state, E[grad log pi] is 0 (as in 5.2), and a constant times it is 0 too. So grad log pi is
+# multiplied by the *return*: the sum of the token's own and all later rewards.
 #
 # Subtract a baseline. For the same reason, any number that does not depend on the action may be
 # subtracted from the return. (Without a baseline, scores that are all positive push up every
@@ -567,7 +567,7 @@ def whiten(numbers, mask):
 #     A < 0       0                  ratio * A     ratio * A
 #
 # A single step can still carry a ratio out of the range. In one pass of four steps, the default,
-# the clip hardly acts: with lam = 1, PPO is then almost REINFORCE with a baseline. This is enough
+# the clip rarely acts: with lam = 1, PPO is then almost REINFORCE with a baseline. This is enough
 # for small tasks, as here. In four passes (--epochs 4) the clip is needed: on a scale from 0, the
 # SFT model, to 1, the best possible policy (*optimality*), PPO gets 0.89 with this clip and -0.59
 # without it (RESULTS.md).
@@ -594,7 +594,7 @@ def policy_loss(logprobs, old_logprobs, advantages, clip_eps):
 
 # 5.6 The value function
 #
-# It is trained beside the policy. Four details help:
+# It is trained beside the policy, to predict the returns of section 5.4. Four details help:
 #
 # - The weights of its head start at 0: random values would be noise in the advantages.
 # - center_values() first sets its bias to the mean score (about the mean return, as the KL is 0).
@@ -651,16 +651,17 @@ def center_values(policy, batch):
 #
 # k1 is often below 0. k3 never is, because exp(z) >= 1 + z, and near 0 it varies less. Its mean is
 # the KL, because E[exp(-d)] = E[ref / pi] = sum ref = 1. The gradients are grad log pi times 1, d
-# and 1 - exp(-d).
+# and 1 - exp(-d). (k1 is useless as a loss: that is the last term of 5.2. In the reward, it is a
+# constant by which grad log pi is multiplied.)
 #
 # Why not in the loss? A token decides which states follow, and with them the later KL. In the
 # reward, the return of a token contains its own d and all later ones. The gradient of a loss
 # contains only its own: it ignores the states that the token leads to.
 #
 # KL(pi || ref) is a mean over what pi writes: an answer that ref hardly ever writes costs a lot,
-# one that pi stops writing costs little. (Dropping half of ref's probability costs log 2 = 0.69
-# nats. Losing variety like this is *mode collapse*.) An *entropy bonus*, a reward for variety, is
-# in the penalty already: -beta * KL = beta * (entropy of pi) + beta * E[log ref].
+# one that pi stops writing costs little. (If pi keeps only half of what ref writes, this costs
+# log 2 = 0.69 nats. Losing variety like this is *mode collapse*.) The penalty contains an *entropy
+# bonus*, a reward for variety: -beta * KL = beta * (entropy of pi) + beta * E[log ref].
 
 
 def k3(d):
@@ -783,8 +784,8 @@ def ppo_update(policy, optimizer, batch, config, loss=ppo_loss):
     """Phase 4: epochs x minibatches gradient steps -> means of the stats. loss(logprobs, values,
     batch, config) -> losses, and stats, with "ratio" among them, of each token: (B, T-1).
 
-    The loss of a step is the mean over its tokens. (The derivation has a mean over responses of
-    sums over their tokens. The two differ by a factor, the mean length, which hardly changes.)
+    The loss of a step is the mean over its tokens. (The derivation has the mean over responses of
+    the sum over their tokens, which is larger by a nearly constant factor, the mean length.)
     """
     B = len(batch["mask"])
     history = defaultdict(list)  # of the stats
