@@ -36,8 +36,7 @@ def main(config):
     torch.manual_seed(config.seed)
     longest = policy.config.context - 1
     sys.stdin.reconfigure(errors="replace")  # what is not text
-    for line in config.prompts or sys.stdin:
-        text = line.rstrip("\r\n")
+    for text in config.prompts or (line.rstrip("\r\n") for line in sys.stdin):
         prompt = tokenizer.encode(text)
         print(printable(text))
         if not 0 < len(prompt) <= longest:

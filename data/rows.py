@@ -26,7 +26,7 @@ def parse(line, columns):
         raise ValueError("not an object")
     for column in columns:
         if not isinstance(row.get(column), str):
-            raise ValueError(f"{column!r} is no string")
+            raise ValueError(f"{column!r} is missing, or no string")
     if "completion" in columns and row.get("label") in (False, 0):
         raise ValueError('"label" is false: leave the row out')
     return row

@@ -108,6 +108,8 @@ class Record:
     def begin(self, resume):
         """-> the first step. With resume, model and optimizer get their saved state; UserError if
         the settings were others."""
+        if self.steps < self.settings.get("steps", 0):
+            print(f"{self.steps:,} steps: --epochs allows no more on these data")
         self.first = self.load() if resume else 0
         self.save(self.first)  # now an earlier run is overwritten
         if self.first == 0:
@@ -138,6 +140,7 @@ class Record:
         torch.set_rng_state(contents["random"])
         if self.device.type == "cuda" and "random_cuda" in contents:
             torch.cuda.set_rng_state(contents["random_cuda"], self.device)
+        print(f"continuing after step {contents['step']}")
         return contents["step"]
 
     def save(self, step):

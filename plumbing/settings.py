@@ -39,7 +39,7 @@ class RunConfig:
             raise UserError("--resume continues a run, --overwrite replaces it: give one of them")
         for path in (self.out / f"{stage}_state.pt", self.out / f"{stage}.pt"):
             if path.exists() and not (self.resume or self.overwrite):
-                hint = "--resume continues the run, --overwrite replaces it"
+                hint = "--resume continues the run, --overwrite replaces it, another --out keeps it"
                 raise UserError(f"{path}: exists already; {hint}")
         self.at_least(0, "seed")
         torch.manual_seed(self.seed)

@@ -65,7 +65,7 @@ def test_flags_are_the_fields_of_a_dataclass(capsys):
     assert words == sample.Config(Path("a.pt"), ["Hello", "you"], n=2)
     refused("checkpoint", settings.read_flags, sample.Config, "", [])
     refused("--device gpu: .*cpu", settings.find_device, "gpu")
-    refused(r"seed \(-1\)", Config(seed=-1).prepare, "ppo")
+    refused(r"seed \(-1\)", Config(seed=-1, out=Path("none")).prepare, "ppo")
     refused(r"vocab_size \(256\)", lambda: train_sft.Config(vocab_size=256))
     refused(r"heads \(0\)", lambda: train_sft.Config(heads=0))
     refused("multiple of heads", settings.read_flags, train_sft.Config, "", ["--heads=5"])
@@ -121,16 +121,19 @@ def test_a_damaged_file_or_one_of_another_kind_is_refused(tmp_path):
     load("damaged")
 
 
-def test_a_state_is_saved_every_half_minute(tmp_path):
+def test_a_state_is_saved_every_half_minute(tmp_path, capsys):
     model = tiny_gpt()
     optimizer = torch.optim.SGD(model.parameters())
     record = files.Record(settings.RunConfig(out=tmp_path), "x", 9, model, optimizer)
+    record.settings["steps"] = 10
     record.begin(resume=False)
+    assert "9 steps" in capsys.readouterr().out
     for step, seconds in ((3, 31), (4, 25)):
         record.next_save -= seconds
         record.save_if_due(step)
     for _ in range(2):  # resumed, killed at once and resumed
         assert record.begin(resume=True) == 3
+        assert "after step 3" in capsys.readouterr().out
 
 
 # Text and batches

@@ -5,7 +5,7 @@ import pytest
 from data.rows import UserError, held_out, read_jsonl, read_rows, write_jsonl
 
 MISTAKES = {
-    b'{"id": 1}': "line 1: 'prompt' is no string",
+    b'{"id": 1}': "line 1: 'prompt' is missing, or no string",
     b'\n{"prompt": []}': "line 2: 'prompt' .* docs/manual.md .* chats",
     b'{"prompt": ""}\n\xff': "line 2: .* in UTF-8",
     b"[]": "line 1: not an object",

@@ -31,7 +31,7 @@ SETTINGS = {
     "ppo": {"steps": 60, "batch_size": 64, "group_size": 16, "lr": 0.0015, "value_lr": 0.03},
 }
 SETTINGS["rm"] |= {"max_new_tokens": 4}
-SETTINGS["ppo"] |= {"minibatches": 1, "kl_coef": 0.5, "reward": "my:vowels"}
+SETTINGS["ppo"] |= {"minibatches": 1, "kl_coef": 0.5, "reward": "vowel_reward:vowels"}
 # A constant, 1 for an e, and 1 for three of the eight prompts
 REWARD = """
 def vowels(prompts, completions, **_):
@@ -50,7 +50,7 @@ def folder(tmp_path_factory):
         patch.chdir(tmp_path_factory.mktemp("user"))
         patch.setenv("PYTHONIOENCODING", "ascii")  # a terminal without Unicode
         write_data(Path("data"))
-        Path("my.py").write_text(REWARD)
+        Path("vowel_reward.py").write_text(REWARD)
         for stage, settings in SETTINGS.items():
             flags = [f"--{name}={value}" for name, value in settings.items()]
             process = start(f"train_{stage}.py", "--data=data", "--device=cpu", *flags)
@@ -273,7 +273,7 @@ def test_an_overwritten_run_is_resumed_in_other_pieces(monkeypatch):
 def test_an_existing_run_is_not_touched_unasked():
     refused("give one of them", "sft", resume=True, overwrite=True)
     # Found before the old run is replaced
-    refused("a finite number", "ppo", overwrite=True, reward="my:broken")
+    refused("a finite number", "ppo", overwrite=True, reward="vowel_reward:broken")
     for stage in STAGES:
         for name in (f"{stage}.pt", f"{stage}_state.pt"):
             out = Path("out/one", name)
