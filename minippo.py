@@ -470,7 +470,7 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 #
 # return - value uses the whole sampled future (*Monte Carlo*): right on average, but noisy. The
 # other extreme looks one step ahead, and trusts the next value for the rest (*bootstrapping*). With
-# rewards r and values v, it is the *temporal difference error*
+# rewards r, values v and a discount gamma, it is the *temporal difference error*
 #
 #     delta_t = r_t + gamma v_{t+1} - v_t
 #
@@ -641,8 +641,8 @@ def center_values(policy, batch):
 # 5.7 The KL: how it is measured, and why it is in the reward
 #
 # The KL is 0 if pi and ref agree, and above 0 otherwise. With d = log pi - log ref of one sampled
-# token there are three estimates (Schulman, "Approximating KL divergence"). Their means over the
-# tokens that pi may choose in a state, and the mean gradients if they are used as a loss:
+# token there are three estimates (Schulman, "Approximating KL divergence"). The table has their
+# means over the tokens that pi may choose in a state, and the mean gradient of each as a loss:
 #
 #                             mean     gradient            used in
 #     k1 = d                  KL       0                   the reward; metric kl

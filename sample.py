@@ -35,7 +35,8 @@ def main(config):
     policy, tokenizer, _ = load_checkpoint(config.checkpoint, ["ppo", "sft"])
     torch.manual_seed(config.seed)
     longest = policy.config.context - 1
-    sys.stdin.reconfigure(errors="replace")  # what is not text
+    if not config.prompts:
+        sys.stdin.reconfigure(errors="replace")  # what is not text
     for text in config.prompts or (line.rstrip("\r\n") for line in sys.stdin):
         prompt = tokenizer.encode(text)
         print(printable(text))

@@ -38,7 +38,10 @@ def train_and_evaluate(name, seed):
 
 
 def main(*seeds):
-    print(table({name: [train_and_evaluate(name, seed) for seed in seeds] for name in COMMANDS}))
+    rows = {}
+    for name in COMMANDS:
+        rows[name] = [train_and_evaluate(name, seed) for seed in seeds]
+    print(table(rows))
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def read_torch(path, hint):
     """What write_torch wrote, on the CPU; no code in the file is run. UserError if it is missing or
     damaged."""
     if not Path(path).is_file():
-        raise UserError(f"{path}: not found; {hint}")
+        raise UserError(f"{path}: no such file; {hint}")
     try:
         contents = torch.load(path, map_location="cpu", weights_only=True)
         contents["kind"]  # every file of ours has one
@@ -108,7 +108,7 @@ class Record:
     def begin(self, resume):
         """-> the first step. With resume, model and optimizer get their saved state; UserError if
         the settings were others."""
-        if self.steps < self.settings.get("steps", 0):
+        if self.steps < self.settings["steps"]:
             print(f"{self.steps:,} steps: --epochs allows no more on these data")
         self.first = self.load() if resume else 0
         self.save(self.first)  # now an earlier run is overwritten
@@ -140,7 +140,7 @@ class Record:
         torch.set_rng_state(contents["random"])
         if self.device.type == "cuda" and "random_cuda" in contents:
             torch.cuda.set_rng_state(contents["random_cuda"], self.device)
-        print(f"continuing after step {contents['step']}")
+        print(f"continuing after step {contents['step']} of {self.steps}")
         return contents["step"]
 
     def save(self, step):

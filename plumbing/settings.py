@@ -2,6 +2,7 @@
 
 import argparse
 import inspect
+import io
 import re
 import sys
 import typing
@@ -55,12 +56,12 @@ class RunConfig:
 
 def find_device(name):
     """auto, cpu, cuda, cuda:1 -> the device; UserError if PyTorch does not find it."""
+    found = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    found += [f"cuda:{i}" for i in range(torch.cuda.device_count())]
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.zeros(1, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {name}: {str(error).splitlines()[0]}")
+        return "cuda" if "cuda" in found else "cpu"
+    if name not in found:
+        raise UserError(f"--device {name}: PyTorch finds only {', '.join(found)} here")
     return name
 
 
@@ -116,7 +117,8 @@ def run_script(main, config_class, doc):
     """main(config) as a program: reads the flags. A mistake of the user ends it with one line and
     status 2, Ctrl-C with one line and status 130; a bug of ours shows a traceback."""
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # a terminal without Unicode shows question marks
+        if isinstance(stream, io.TextIOWrapper):  # those of a notebook are not
+            stream.reconfigure(errors="replace")  # a terminal without Unicode shows question marks
     try:
         main(read_flags(config_class, doc))
         return

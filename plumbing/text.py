@@ -13,8 +13,9 @@ import tiktoken
 
 from data.rows import UserError, read_rows
 
-# How GPT-2 cuts text into words before any merging; no token spans two of these.
-WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# How GPT-2 cuts text into words before any merging; no token spans two of these. (999: tiktoken
+# fails at a million spaces.)
+WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s{1,999}(?!\S)|\s{1,999}"
 LONGEST_WORD = 64  # characters; longer words teach nothing, and take long
 
 
@@ -126,9 +127,9 @@ def encode_rows(rows, names, tokenizer, context):
             encoded.append((prompt, *fitting))
             cut += fitting != answers
     if skipped:
-        print(f"    skipped {skipped:,}: no prompt, no room for an answer, or two equal answers")
+        print(f"    rows skipped (no prompt, no room, or two equal answers): {skipped:,}")
     if cut:
-        print(f"    cut {cut:,} answers at {context} tokens (--context of train_sft.py)")
+        print(f"    rows cut at {context} tokens (--context of train_sft.py): {cut:,}")
     if not encoded:
         raise UserError("no row is left to train on")
     return encoded
