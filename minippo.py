@@ -55,8 +55,8 @@ and beta 0.1 (a dot means: not used):
     mask         .      yes    yes    yes    .              does the action belong to the response?
     log pi       .     -0.50  -1.20  -0.10   .              old_logprobs: when sampled
     log ref      .     -1.00  -1.00  -0.30   .              ref_logprobs: under the reference
-    KL           .      0.50  -0.20   0.20   .              log pi - log ref; on average, the KL
-    reward       .     -0.05   0.02   1.38   .              -beta * KL; the last gets the score too
+    d            .      0.50  -0.20   0.20   .              log pi - log ref; its mean is the KL
+    reward       .     -0.05   0.02   1.38   .              -beta * d; the last gets the score too
     value        .      0.80   1.00   1.50   .              prediction: sum of the rewards to come
 
 Phase 3 asks how much better than expected each action turned out. The value after the last action
@@ -293,7 +293,7 @@ def draw(logits, temperature=1.0):
 
     Cut the interval from 0 to 1 into a piece for each token, as long as its probability. Take the
     token whose piece contains a random number u (*inverse transform sampling*). torch.multinomial
-    is up to six times as slow, and has returned tokens of probability 0 (pytorch issue 50034).
+    does the same, but has returned tokens of probability 0 (pytorch issue 50034).
     """
     probs = (logits.float() / temperature).softmax(-1)
     ends = probs.cumsum(-1, dtype=torch.float64)  # of the pieces: (B, V)
@@ -484,26 +484,27 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 #                                   lam 0.9    0.52   0.41  -0.12
 #                                   lam 0      0.15   0.52  -0.12     delta
 #
-# With lam = 1 the values in between cancel. (Below 1, A averages the estimates that look 1, 2, 3,
-# ... steps ahead, with weights that fall by the factor lam.) The default here is 1. For responses
-# of hundreds of tokens, 0.95 is a common first choice. With gamma below 1, later rewards count
-# less; for text, 1 is usual.
+# With lam = 1 and gamma = 1 the values in between cancel: delta_0 + delta_1 + ... is
+# r_0 + r_1 + ... - v_0. (Below 1, A averages the estimates that look 1, 2, 3, ... steps ahead, with
+# weights that fall by the factor lam.) The default here is 1. For responses of hundreds of tokens,
+# 0.95 is a common first choice. With gamma below 1, later rewards count less; for text, 1 is usual.
 
 
 def gae(rewards, values, mask, gamma, lam):
     """(B, T-1) each -> advantages, returns. The value after the last action counts as 0, even if
     the length limit cut the response off: the score is paid by then."""
     check_shapes(rewards, values, mask=mask)
+    rewards = torch.where(mask, rewards, 0.0)
+    values = torch.where(mask, values, 0.0)
     advantages = torch.zeros_like(rewards)
     advantage = torch.zeros_like(rewards[:, 0])
     next_value = torch.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
-        inside = mask[:, t]  # elsewhere nothing changes
         delta = rewards[:, t] + gamma * next_value - values[:, t]
-        advantage = torch.where(inside, delta + gamma * lam * advantage, advantage)
-        next_value = torch.where(inside, values[:, t], next_value)
+        advantage = delta + gamma * lam * advantage
+        next_value = values[:, t]
         advantages[:, t] = advantage
-    advantages = torch.where(mask, advantages, 0.0)
+    advantages = torch.where(mask, advantages, 0.0)  # not those of the prompt
     # The values are trained towards these returns, which with lam below 1 are partly predictions.
     returns = torch.where(mask, advantages + values, 0.0)
     return advantages, returns
@@ -512,8 +513,8 @@ def gae(rewards, values, mask, gamma, lam):
 def whiten(numbers, mask):
     """Shift and scale to mean 0 and standard deviation 1 over the mask; 0 elsewhere: (B, T-1).
 
-    The mean is one more baseline, and the policy loss no longer depends on the scale of the
-    rewards. (The value loss does.) But the advantages of nearly equal responses are scaled up,
+    The mean is one more baseline. The policy loss no longer depends on the scale of the rewards,
+    though the value loss still does. But the advantages of nearly equal responses are scaled up,
     noise included. Returns are never whitened: the values must learn their true size.
     """
     check_shapes(numbers, mask=mask)
@@ -586,8 +587,8 @@ def policy_loss(logprobs, old_logprobs, advantages, clip_eps):
     losses = -torch.min(unclipped, clipped)
     return losses, {
         "policy_loss": losses,
-        "approx_kl": ratio - 1 - log_ratio,  # KL(old || pi), by k3 of section 5.7
-        "clip_frac": ((ratio - 1).abs() > clip_eps).float(),  # all ratios out of range
+        "approx_kl": ratio - 1 - log_ratio,  # KL(old || pi): k3 of section 5.7, d = -log_ratio
+        "clip_frac": ((ratio - 1).abs() > clip_eps).float(),  # is the ratio out of range?
         "ratio": ratio,
     }
 
@@ -646,13 +647,14 @@ def center_values(policy, batch):
 #
 #                             mean     gradient            used in
 #     k1 = d                  KL       0                   the reward; metric kl
-#     k2 = d^2 / 2            -        of KL(pi || ref)    variations/kl_in_loss.py
+#     k2 = d^2 / 2            near KL  of KL(pi || ref)    variations/kl_in_loss.py
 #     k3 = exp(-d) - 1 + d    KL       of KL(ref || pi)    metrics; the loss of GRPO
 #
-# k1 is often below 0. k3 never is, because exp(z) >= 1 + z, and near 0 it varies less. Its mean is
-# the KL, because E[exp(-d)] = E[ref / pi] = sum ref = 1. The gradients are grad log pi times 1, d
-# and 1 - exp(-d). (k1 is useless as a loss: that is the last term of 5.2. In the reward, it is a
-# constant by which grad log pi is multiplied.)
+# For the header's d, which are 0.50, -0.20 and 0.20, k2 is 0.125, 0.020 and 0.020, and k3 is 0.107,
+# 0.021 and 0.019. k1 is often below 0. k3 never is, because exp(z) >= 1 + z, and near 0 it varies
+# less. Its mean is the KL, because E[exp(-d)] = E[ref / pi] = sum ref = 1. The gradients are
+# grad log pi times 1, d and 1 - exp(-d). (k1 is useless as a loss: that is the last term of 5.2. In
+# the reward, it is a constant by which grad log pi is multiplied.)
 #
 # Why not in the loss? A token decides which states follow, and with them the later KL. In the
 # reward, the return of a token contains its own d and all later ones. The gradient of a loss
@@ -770,8 +772,8 @@ def set_lr(optimizer, step, steps, warmup=0):
 
 def gradient_step(optimizer, max_grad_norm):
     """Clip the gradient, and take a step -> the norm before clipping. FloatingPointError, before
-    any weight changes, if it is not finite. (In the first step of an update all ratios are 1, and
-    PPO's own clip does nothing.)"""
+    any weight changes, if it is not finite. (PPO's own clip does not help in the first step of an
+    update, when all ratios are 1.)"""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     norm = nn.utils.clip_grad_norm_(parameters, max_grad_norm).item()
     if not math.isfinite(norm):

@@ -25,6 +25,7 @@ from plumbing.text import Tokenizer, encode_rows
 @dataclass
 class Config(GPTConfig, RunConfig):
     init: str = ""  # gpt2, gpt2-medium, -large, -xl or a folder: with its size and vocabulary
+    vocab_size: int = 1024  # tokens in the vocabulary, at most: on the default data 790
     steps: int = 1300  # gradient steps; fewer if `epochs` allows fewer
     epochs: int = 12  # passes over the rows, at most
     batch_size: int = 64  # rows per step

@@ -16,6 +16,9 @@ from bench.seeds import python, table
 COMMANDS = {
     "PPO": "train_ppo.py --steps 200",
     "beta = 0": "train_ppo.py --steps 200 --kl_coef 0",
+    "beta = 0.03": "train_ppo.py --steps 200 --kl_coef 0.03",
+    "beta = 0.3": "train_ppo.py --steps 200 --kl_coef 0.3",
+    "gamma = 0.95": "train_ppo.py --steps 200 --gamma 0.95",
     "lam = 0.95": "train_ppo.py --steps 200 --lam 0.95",
     "lam = 0": "train_ppo.py --steps 200 --lam 0",
     "no value function": "train_ppo.py --steps 200 --vf_coef 0",

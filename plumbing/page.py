@@ -36,9 +36,9 @@ $samples
 <h2>Token by token</h2>
 <p>A single response cannot show which of its tokens earned the score. Over many responses, good
 choices stand out from bad ones. This is one iteration of PPO, whatever the algorithm of the run,
-made after it with a new optimizer at the peak learning rate. The columns are those in the header of
-minippo.py; A is the whitened advantage. A blue token has an A above 0, and is pushed up; an orange
-one is pushed down. The last three columns come after the update: log pi, the ratio, and the
+made after it with a new optimizer, at the learning rate of the first iteration. The columns are
+those in the header of minippo.py. A blue token has a whitened advantage above 0, and is pushed up;
+an orange one is pushed down. The last three columns come after the update: log pi, the ratio, and the
 likeliest tokens in this place with their probabilities in %, before → after. (All places share the
 weights, so other tokens move them too.)</p>
 $iterations
@@ -49,11 +49,11 @@ $charts
 COLUMNS = {  # of the table of a response
     "old_logprobs": "log pi",
     "ref_logprobs": "log ref",
-    "kl": "KL",
+    "d": "d",
     "rewards": "reward",
     "old_values": "value",
     "returns": "return",
-    "advantages": "A",
+    "advantages": "whitened",
     "logprobs": "new log pi",
     "ratio": "ratio",
 }

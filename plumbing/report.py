@@ -6,7 +6,7 @@ import torch
 
 from data.zoo import judge_of
 from minippo import center_values, compute_advantages, evaluate_actions
-from minippo import kl_per_response, ppo_update
+from minippo import kl_per_response, ppo_update, set_lr
 from plumbing.batches import chunks, prompt_batch, rollout_in_pieces, take
 from plumbing.settings import printable
 from plumbing.text import responses_of
@@ -70,10 +70,12 @@ def one_iteration(policy, prompts, ref, score, tokenizer, config):
     batch |= compute_advantages(batch, config)
     after = copy.deepcopy(policy).requires_grad_()
     groups = [
-        {"params": after.trunk.parameters(), "lr": config.lr},  # lm_head shares its weights
-        {"params": after.value_head.parameters(), "lr": config.value_lr},
+        {"params": after.trunk.parameters(), "peak": config.lr},  # lm_head shares its weights
+        {"params": after.value_head.parameters(), "peak": config.value_lr},
     ]
-    ppo_update(after, torch.optim.Adam(groups, betas=(0.9, 0.99)), batch, config)
+    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.99))
+    set_lr(optimizer, 0, config.steps, config.warmup)
+    ppo_update(after, optimizer, batch, config)
 
     by_score = batch["scores"].argsort(descending=True).tolist()
     shown = take(by_score, min(6, len(by_score)))
@@ -81,7 +83,7 @@ def one_iteration(policy, prompts, ref, score, tokenizer, config):
     tokens, mask = batch["tokens"], batch["mask"]
     with torch.no_grad():
         batch["logprobs"], _ = evaluate_actions(after, tokens, mask, config.temperature)
-    batch["kl"] = batch["old_logprobs"] - batch["ref_logprobs"]
+    batch["d"] = batch["old_logprobs"] - batch["ref_logprobs"]
     batch["ratio"] = (batch["logprobs"] - batch["old_logprobs"]).exp()
 
     def spell(token):

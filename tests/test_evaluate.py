@@ -125,7 +125,7 @@ def test_a_run_becomes_report_and_page(folder, capsys):
 
     first, last = iterations.values()
     [value] = {value for row in first for value in row["old_values"]}
-    assert value != 0 and any(sum(row["kl"]) for row in last)
+    assert value != 0 and any(sum(row["d"]) for row in last)
     ref, tokenizer, _ = load_checkpoint("out/sft.pt", ["sft"])
     spelled = [printable(tokenizer.spell(i), keep="") for i in range(tokenizer.vocab_size)]
     for rows in first, last:
@@ -142,7 +142,7 @@ def test_a_run_becomes_report_and_page(folder, capsys):
             assert math.log(before) == pytest.approx(row["old_logprobs"][i], abs=1e-4)
             assert math.log(after) == pytest.approx(row["logprobs"][i], abs=1e-4)
             gap = row["old_logprobs"][i] - row["ref_logprobs"][i]
-            assert row["kl"][i] == pytest.approx(gap, abs=1e-6)
+            assert row["d"][i] == pytest.approx(gap, abs=1e-6)
             assert row["ratio"][i] == pytest.approx(after / before, abs=1e-4)
             assert before != after and len(rivals) >= 3
 

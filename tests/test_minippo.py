@@ -40,7 +40,7 @@ def test_the_tables_show_what_the_functions_give():
     losses.sum().backward()
     ratio = stats["ratio"]
     computed = {
-        "KL": batch["old_logprobs"] - batch["ref_logprobs"],
+        "d": batch["old_logprobs"] - batch["ref_logprobs"],
         "whitened": A,
         "A": A,
         "ratio": ratio,
@@ -256,9 +256,9 @@ def test_the_reward_models_loss_is_bradley_and_terrys():
 # 5. From the policy gradient to PPO; see test_exact.py
 
 
-def test_a_gap_of_the_mask_changes_nothing():
+def test_what_is_outside_the_mask_changes_nothing():
     rewards, values = noise(2, 3), noise(2, 3)
-    mask = marks(".x..xx", "x.x..x")
+    mask = marks("..xxx.", "xxx...")
     wide = [torch.full(mask.shape, nan).double().masked_scatter(mask, x) for x in (rewards, values)]
     whole = gae(rewards, values, marks("xxx", "xxx"), 0.9, 0.8)
     for x, y in zip(gae(*wide, mask, 0.9, 0.8), whole):
@@ -271,6 +271,7 @@ def test_k3_neither_overflows_nor_pushes_where_it_is_cut():
     numbers = k3(d)
     numbers.sum().backward()
     assert_equal(numbers[1:], f64([math.e - 2, 0, math.exp(-2) + 1]))
+    assert [round(x, 3) for x in k3(f64(row("d"))).tolist()] == [0.107, 0.021, 0.019]  # section 5.7
     assert numbers.isfinite().all() and d.grad[0] == 0
 
 

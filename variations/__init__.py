@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import train_ppo
+from minippo import policy_loss
 
 
 @dataclass
@@ -29,6 +30,11 @@ class NoValuesConfig(train_ppo.Config):
     vf_coef: ClassVar[float] = 0.0
     value_clip: ClassVar[float] = 0.0
     value_lr: ClassVar[float] = 0.0
+
+
+def loss(logprobs, values, batch, config):
+    """PPO's, without the loss of the value function."""
+    return policy_loss(logprobs, batch["old_logprobs"], batch["advantages"], config.clip_eps)
 
 
 @dataclass

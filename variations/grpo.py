@@ -1,7 +1,7 @@
 """GRPO, group relative policy optimisation: (score - mean of the group) / its standard deviation.
 
 For the responses i of a group, which answer the same prompt (DeepSeekMath, arXiv:2402.03300,
-section 4.1.2, eq. 3 and 4)
+section 4.1)
 
     A_i  = (score_i - mean of the scores of the group) / their standard deviation
     loss = mean over responses of the mean over tokens of

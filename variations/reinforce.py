@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from minippo import kl_adjusted_rewards, policy_loss
+from minippo import kl_adjusted_rewards
 from plumbing.settings import run_script
 from train_ppo import train
-from variations import NoValuesConfig
+from variations import NoValuesConfig, loss
 
 
 @dataclass
@@ -36,10 +36,6 @@ def compute_advantages(batch, config):
     )
     returns = rewards.flip(1).cumsum(1).flip(1)  # at t: r_t + ... + r_T
     return {"advantages": returns * mask}
-
-
-def loss(logprobs, values, batch, config):
-    return policy_loss(logprobs, batch["old_logprobs"], batch["advantages"], config.clip_eps)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ which adds noise. The paper has no clip. Here it stays: with --epochs above 1 it
 from dataclasses import dataclass
 from pathlib import Path
 
-from minippo import kl_per_response, policy_loss
+from minippo import kl_per_response
 from plumbing.settings import run_script
 from train_ppo import train
-from variations import GroupConfig
+from variations import GroupConfig, loss
 
 
 @dataclass
@@ -32,10 +32,6 @@ def compute_advantages(batch, config):
     R = (batch["scores"] - config.kl_coef * kl).view(-1, n)
     others = (R.sum(1, keepdim=True) - R) / (n - 1)
     return {"advantages": (R - others).view(-1, 1) * batch["mask"]}  # (B, T-1)
-
-
-def loss(logprobs, values, batch, config):
-    return policy_loss(logprobs, batch["old_logprobs"], batch["advantages"], config.clip_eps)
 
 
 if __name__ == "__main__":
