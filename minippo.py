@@ -242,8 +242,8 @@ def pad_completions(rows, device="cpu"):
     is token t + 1 part of the completion? For rows that are not sampled, as in SFT. Needs pad."""
     tokens, lengths = pad([prompt + completion for prompt, completion in rows], device)
     prompt_lengths = torch.tensor([len(prompt) for prompt, _ in rows], device=device)
-    action = torch.arange(1, tokens.shape[1], device=device)  # the column of the chosen token
-    mask = (action >= prompt_lengths[:, None]) & (action < lengths[:, None])
+    column = torch.arange(1, tokens.shape[1], device=device)  # of the chosen token
+    mask = (column >= prompt_lengths[:, None]) & (column < lengths[:, None])
     return tokens, mask
 
 
@@ -340,7 +340,7 @@ def generate(policy, prompts, max_new_tokens, temperature=1.0):
         ended = responding & ((token == policy.config.eos) | (t + 1 == limits[rows]))
         if ended.any():
             rows = rows[~ended]
-            cache = [[numbers[~ended] for numbers in block] for block in cache]
+            cache = [[tensor[~ended] for tensor in block] for block in cache]
         begin = t
         t += 1
     return tokens[:, :t], mask[:, : t - 1]
@@ -422,7 +422,7 @@ def reward_model_loss(chosen_scores, rejected_scores):
 #     scores = score(prompts, tokens, mask)
 #     loss = -(logprobs.sum(1) * scores).mean()    # the sum is log pi(y)
 #
-# (The next state is always the row plus the chosen token, so no other probability enters pi(y).)
+# (The next state is always the row plus the chosen token: there is no other chance in pi(y).)
 # Sampling is how the policy *explores*: what is never sampled is never rewarded. A mean over
 # samples is noisy, and most of what follows fights this noise. Four changes lead from here to PPO.
 #
@@ -703,8 +703,8 @@ class PPOConfig:
     gamma: float = 1.0  # discount per token
     lam: float = 1.0  # GAE's lambda: 0 trusts the value function, 1 the sampled return
     whiten: bool = True  # advantages with mean 0 and standard deviation 1
-    clip_eps: float = 0.2  # no gain from moving a ratio further from 1 than this; inf: no clip
-    value_clip: float = 0.2  # no lower loss from moving a value further than this; inf: no clip
+    clip_eps: float = 0.2  # the ratio is clipped to 1 plus or minus this; inf: no clip
+    value_clip: float = 0.2  # a value is clipped to the old one plus or minus this; inf: no clip
     vf_coef: float = 0.1  # weight of the loss of the value function
     epochs: int = 1  # passes over each batch of responses
     minibatches: int = 4  # gradient steps per pass

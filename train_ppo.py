@@ -74,9 +74,9 @@ def train(config, compute_advantages=compute_advantages, loss=ppo_loss):
     models = ["sft"] if config.reward else ["sft", "rm"]
     record = Record(config, "ppo", config.steps, policy, optimizer, models, prompts=len(prompts))
     first_prompts = prompt_batch(prompts, 0, config)
-    # The ratio must be 1 and, unless --policy is given, the KL 0. After that, files are replaced.
+    # The ratio must be 1 and, unless --policy is given, the KL 0; else the run ends here.
     watch.check_start(policy, ref, score, first_prompts[: config.sample_batch], config)
-    first = record.begin(config.resume)
+    first = record.begin(config.resume)  # with --overwrite, the old run is replaced only now
     if first == 0:
         center_values(policy, rollout_in_pieces(policy, ref, score, first_prompts, config))
 

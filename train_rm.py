@@ -92,7 +92,7 @@ def train(config):
             loss, _ = reward_model_loss(*piece_scores.unbind(1))
             (loss * len(piece) / len(batch)).backward()
             scores.append(piece_scores.detach())
-        _, stats = reward_model_loss(*torch.cat(scores).unbind(1))
+        _, stats = reward_model_loss(*torch.cat(scores).unbind(1))  # of the whole batch
         stats["grad_norm"] = gradient_step(optimizer, config.max_grad_norm)
         if (step + 1) % max(1, steps // 10) == 0:
             stats |= validation(model, val_pairs[:1000], config, device)

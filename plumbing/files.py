@@ -175,8 +175,7 @@ class Record:
             print(f"{step:>5}/{self.steps}  {numbers}  {clock} left", flush=True)
 
     def save_model(self, model, tokenizer, **metadata):
-        """All that a model needs, in one file. It is there only if the run had ended before: then
-        it stays as it is."""
+        """All that a model needs, in one file. A finished run keeps its file."""
         if self.model_path.exists():
             print(f"{self.model_path} was there already")
             return

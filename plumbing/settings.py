@@ -80,8 +80,8 @@ def help_texts(config_class):
 
 def read_flags(config_class, doc, arguments=None):
     """The command line -> an instance of the dataclass. A field with a default is a flag, `--name
-    value`; for a bool `--name` and `--no-name`. A field without one is a word in its place, and a
-    list takes the words after it. The comment after a field is its help."""
+    value`; for a bool `--name` and `--no-name`. A field without one is positional, and a list takes
+    the rest. The comment after a field is its help."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = Parser(description=doc, formatter_class=layout, allow_abbrev=False)
     types = typing.get_type_hints(config_class)

@@ -68,7 +68,7 @@ def gradient(number, model):
 
 
 def random_batch(seed, outside=0.0):
-    """A rollout of responses of 1 to 6 tokens: random numbers, and `outside` the mask this one."""
+    """A rollout of responses of 1 to 6 tokens: random numbers; `outside` fills the rest."""
     torch.manual_seed(seed)
     rows = []
     for n in torch.randperm(6).tolist():
