@@ -8,6 +8,7 @@ from pathlib import Path
 
 from bench import compare, seeds
 from data.rows import read_jsonl
+from plumbing.files import write_text
 from plumbing.settings import read_flags
 from tiny_run import ROOT
 
@@ -75,6 +76,23 @@ def test_a_table_of_results_has_means_and_standard_errors():
         for name, numbers in seeds.rows_of(report).items():
             rows.setdefault(name, []).append(numbers)
     assert seeds.table(rows) == TABLE
+
+
+def test_all_policies_are_compared_at_one_beta(tmp_path, monkeypatch):
+    def python(*words):
+        commands.append(words)
+        if "evaluate.py" in words:
+            write_text(Path(words[1], "report.json"), '{"policy": {"kl": 2}}')
+
+    commands = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compare, "python", python)
+    for _ in range(2):  # the second time, all is there
+        assert compare.train_and_evaluate("GRPO", "7") == {"kl": 2}
+    training, evaluation = commands
+    flags = " ".join(training)
+    assert "--kl_coef 0.2 --seed 7 --models out/seeds/7 --out out/compare/GRPO/7" in flags
+    assert evaluation == ("evaluate.py", "out/compare/GRPO/7", "--kl_coef", "0.1")
 
 
 def test_every_command_of_the_tables_has_these_flags():

@@ -20,7 +20,7 @@ from plumbing import batches, files, gpt2, settings, watch
 from plumbing.models import load_checkpoint, load_function, text_score
 from plumbing.text import Prompt, Tokenizer, encode_rows
 from tiny import assert_equal, biased, f64, inf, marks, nan, stir, tiny_gpt
-from tiny_run import write_data
+from tiny_run import PROMPTS, write_data
 from train_ppo import Config
 
 SPACE, A, B, C, D, E, AB, END = *b" abcde", 256, 257
@@ -313,7 +313,7 @@ def test_a_gpt_2_is_read_trained_and_written_back(tmp_path):
     size = {"vocab_size": len(words), "n_positions": 32, "n_embd": 12, "n_layer": 2, "n_head": 3}
     config = transformers.GPT2Config(**size)
     stir(transformers.GPT2LMHeadModel(config), 0.3).save_pretrained(folder)
-    write_data(tmp_path / "data")
+    write_data(tmp_path / "data", [*PROMPTS, 10 * "bc"])  # the last answers are cut at 32 tokens
     paths = {"data": tmp_path / "data", "out": tmp_path, "device": "cpu"}
     train_sft.train(train_sft.Config(**paths, init=str(folder), steps=3, lr=0.1))
     gpt2.main(gpt2.Config(tmp_path / "sft.pt", folder, tmp_path / "new"))
