@@ -491,8 +491,8 @@ def kl_adjusted_rewards(scores, logprobs, ref_logprobs, mask, kl_coef):
 
 
 def gae(rewards, values, mask, gamma, lam):
-    """(B, T-1) each -> advantages, returns. The value after the last action counts as 0, even if
-    the length limit cut the response off: the score is paid by then."""
+    """(B, T-1) each, the mask without gaps -> advantages, returns. The value after the last action
+    counts as 0, even if the length limit cut the response off: the score is paid by then."""
     check_shapes(rewards, values, mask=mask)
     rewards = torch.where(mask, rewards, 0.0)
     values = torch.where(mask, values, 0.0)
