@@ -17,12 +17,14 @@ import sample
 from data.rows import UserError, read_jsonl
 from data.zoo import judge
 from minippo import evaluate_actions, pad_completions
+from plumbing import report
 from plumbing.files import read_log
 from plumbing.models import load_checkpoint, load_from_same_sft
 from plumbing.page import BLUE, COLUMNS, ORANGE, write_page
 from plumbing.report import distinct
 from plumbing.report import sample as sample_responses
 from plumbing.settings import printable
+from plumbing.text import encode_rows
 from tiny import assert_equal, f64, noise, weights
 from tiny_run import ROOT, write_models
 from train_ppo import Config
@@ -100,6 +102,20 @@ def evaluated(out, **flags):
         patch.setattr(evaluate, "sample", sample_and_keep)
         evaluate.main(evaluate.Config(Path(out), reference_samples=67, policy_samples=1, **flags))
     return json.loads(Path(out, "report.json").read_text()), *shown
+
+
+def test_the_iteration_of_the_page_has_the_first_rates_of_the_run(folder, monkeypatch):
+    def update(policy, optimizer, *_):
+        rates.append([group["lr"] for group in optimizer.param_groups])
+
+    rates = []
+    monkeypatch.setattr(report, "ppo_update", update)
+    policy, tokenizer, _ = load_checkpoint("out/sft.pt", ["sft"])
+    roles = {"ref": policy, "score": lambda *x: torch.ones(len(x[0])), "tokenizer": tokenizer}
+    config = Config(steps=100, warmup=4, lr=0.5, value_lr=2.0, batch_size=4, max_new_tokens=4)
+    prompts = [prompt for (prompt,) in encode_rows([{"prompt": "What?"}], [], tokenizer, 64)]
+    report.one_iteration(policy, prompts, config=config, **roles)
+    assert rates == [pytest.approx([0.1, 0.4])]
 
 
 def test_a_run_becomes_report_and_page(folder, capsys):
